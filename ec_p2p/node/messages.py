@@ -1,0 +1,228 @@
+"""What a node and its clients say to each other on one host.
+
+Owns the attach handshake (Unix socket, SOCK_SEQPACKET, one message each way) and the messages that follow over ZMQ
+ipc (client DEALER, node ROUTER). A client is a vLLM scheduler, a vLLM worker, or a tool. Same wire rules as the
+control plane: tagged MessagePack arrays, fields only ever added at the end.
+
+Offsets are bytes into the arena whose memfd the attach reply carries.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+CLIENT_PROTOCOL_VERSION = 1
+
+
+# ---------------------------------------------------------------- Unix socket
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
+    """First and only message of a client on the Unix socket, which then stays open for the client's life."""
+
+    version: int
+    kind: str
+    """'scheduler', 'worker' or 'tool'."""
+    instance: str
+    """Equal for the scheduler and the workers of one vLLM engine (engine id and data-parallel index)."""
+    rank: int
+    """Distinguishes the workers of one instance; -1 for others."""
+
+
+class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
+    """The node's answer; the arena's memfd travels with it as ancillary data."""
+
+    version: int
+    incarnation: bytes
+    node_name: str
+    endpoint: str
+    """ZMQ endpoint of the node's client socket."""
+    token: bytes
+    """Routing id the client must use there: it proves that the Unix socket's owner is speaking."""
+    arena_bytes: int
+    slab_bytes: int
+    metrics_port: int
+    """Port of the node's /metrics on 127.0.0.1; 0 where there is none."""
+
+
+class AttachRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    reason: str
+
+
+# ---------------------------------------------------------------- client -> node
+
+
+class WantItem(msgspec.Struct, frozen=True, array_like=True):
+    identity: bytes
+    rows: int
+    """Rows that the request's placeholder needs: an entry with another number of rows is not a hit. 0: any."""
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """A request needs these entries, all of them together.
+
+    Each item is answered by Landed or Missing; items that cannot be answered at once are first answered by Pending.
+    A Landed item is leased to this client until Release, Forget or the end of its socket.
+    """
+
+    want: int
+    """Chosen by the client, never reused within its life."""
+    items: list[WantItem]
+    readers: int
+    """How many workers of this instance will copy each item (the tensor-parallel ranks on this host)."""
+    wait_ms: int
+    """Deadline for the whole want; what has not landed by then is Missing('deadline')."""
+    expect_ms: int
+    """How long an item that nobody advertises yet is waited for; 0 answers Missing('no_source') at once."""
+    local_only: bool
+    """True: only what this host holds, or is encoding, counts; nothing is fetched."""
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """The request is gone: release its undispatched leases, stop waiting. A fetch in flight goes on, as cache."""
+
+    want: int
+
+
+class Dispatched(msgspec.Struct, frozen=True, array_like=True, tag="dispatched"):
+    """The load of this lease is on its way to the workers: from now only the readers' Release ends it."""
+
+    lease: int
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """A worker has copied (reader = its rank), or the scheduler drops an undispatched lease (reader = -1)."""
+
+    lease: int
+    reader: int
+
+
+class Encoding(msgspec.Struct, frozen=True, array_like=True, tag="encoding"):
+    """These entries are about to be computed on this instance: others wait for them instead of encoding too."""
+
+    identities: list[bytes]
+
+
+class OpenWindow(msgspec.Struct, frozen=True, array_like=True, tag="open_window"):
+    request: int
+    nbytes: int
+
+
+class CloseWindow(msgspec.Struct, frozen=True, array_like=True, tag="close_window"):
+    """Give back what the client has not committed."""
+
+    window: int
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+    """Bytes [offset, offset+nbytes) of the window are in place and are this entry. There is no answer."""
+
+    window: int
+    identity: bytes
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+    """'bfloat16', 'float16', 'float32' ...: the torch name without its prefix."""
+
+
+class SaveSkipped(msgspec.Struct, frozen=True, array_like=True, tag="save_skipped"):
+    """A worker could not save an encoder output. The node counts it and passes it on to the instance's scheduler."""
+
+    reason: str
+    """'no_window', 'too_large', 'layout' or 'error'."""
+
+
+class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
+    """Answered by Synced once everything this client sent before has been handled, adverts included."""
+
+    token: int
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+    """Answered by Inspection."""
+
+    token: int
+
+
+# ---------------------------------------------------------------- node -> client
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
+    want: int
+    index: int
+    lease: int
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+    source: str
+    """'local' when this host already had it, else 'remote'."""
+    seconds: float
+    """Time the fetch took inside the node, from its start to landed; 0.0 for 'local'."""
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+    want: int
+    index: int
+    reason: str
+    """One of MISSING_REASONS."""
+
+
+MISSING_REASONS = (
+    "no_source",  # nobody holds it, nobody is encoding it
+    "deadline",  # a source was known or expected, the bytes did not arrive in time
+    "failed",  # every holder's read failed or did not validate
+    "rows",  # what the fleet holds has another number of rows
+    "too_large",  # the items of this want can never be in the arena together
+    "no_memory",  # everything in the arena is pinned
+    "no_readers",  # the instance's workers are not attached to this node
+)
+
+
+class Pending(msgspec.Struct, frozen=True, array_like=True, tag="pending"):
+    want: int
+    index: int
+    why: str
+    """'fetching', 'encoding' or 'expected'."""
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True, tag="window"):
+    request: int
+    window: int
+    offset: int
+    nbytes: int
+
+
+class NoWindow(msgspec.Struct, frozen=True, array_like=True, tag="no_window"):
+    request: int
+    reason: str
+
+
+class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
+    """To the scheduler of the instance whose worker committed this entry: it is stored and advertised."""
+
+    identity: bytes
+    nbytes: int
+
+
+class Synced(msgspec.Struct, frozen=True, array_like=True, tag="synced"):
+    token: int
+
+
+class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection"):
+    """State of the node for tools and tests. Keys are documented in docs/protocol.md."""
+
+    token: int
+    node: dict[str, str]
+    """incarnation (hex), name, address, transport, metrics_port, directory."""
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    peers: list[str]
+    """Names of the nodes this node's replica knows, itself excluded."""
+
+
+ToNode = Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
+FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection
