@@ -11,11 +11,23 @@ Identities are the 32 bytes of sha256(namespace || identifier); incarnations are
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
 PROTOCOL_VERSION = 1
 """Spoken by both sides of every control-plane socket; a peer that says another number is refused."""
+
+MAX_CHANGES = 4096
+"""Most adverts, and most withdrawals, in one message: keeps the largest legal message under the codec's frame limit."""
+
+Identity = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Incarnation = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Epoch = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Word = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 
 
 class EntryState(IntEnum):
@@ -32,25 +44,25 @@ class EntryState(IntEnum):
 class Advert(msgspec.Struct, frozen=True, array_like=True):
     """'Node N holds entry K.' N is the sender's incarnation and is not repeated here."""
 
-    identity: bytes
-    state: int
-    nbytes: int
-    rows: int
-    dim: int
-    dtype: str
-    offset: int
+    identity: Identity
+    state: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    nbytes: Natural
+    rows: Natural
+    dim: Natural
+    dtype: Word
+    offset: Natural
     """Byte offset of the extent in the holder's arena."""
-    record: int
+    record: Natural
     """Byte offset, in the same arena, of the extent's 64-byte generation record."""
-    generation: int
+    generation: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
     """Who a node is and where it answers. `address` is a ZMQ endpoint that peers dial for the card."""
 
-    incarnation: bytes
-    name: str
-    address: str
+    incarnation: Incarnation
+    name: Name
+    address: Name
 
 
 # ---------------------------------------------------------------- node -> directory (DEALER -> ROUTER)
@@ -62,37 +74,37 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     A hello drops everything the directory knew of that incarnation: a full announcement follows.
     """
 
-    version: int
+    version: Natural
     node: NodeInfo
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
     """Changes of one node since its last message. `seq` counts from 1 after each hello, without gaps."""
 
-    incarnation: bytes
-    seq: int
-    adverts: list[Advert]
-    withdrawn: list[bytes]
+    incarnation: Incarnation
+    seq: Natural
+    adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
+    withdrawn: Annotated[list[Identity], msgspec.Meta(max_length=MAX_CHANGES)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """'Still alive', with the seq of the last announce, so that a lost one is noticed."""
 
-    incarnation: bytes
-    seq: int
+    incarnation: Incarnation
+    seq: Natural
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
     """A clean leave: everything of this incarnation goes at once."""
 
-    incarnation: bytes
+    incarnation: Incarnation
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag="snapshot?"):
     """A replica asks for the whole state; `token` is echoed in every chunk of the answer."""
 
-    version: int
-    token: int
+    version: Natural
+    token: Natural
 
 
 # ---------------------------------------------------------------- directory -> node (ROUTER -> DEALER)
@@ -101,37 +113,37 @@ class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag="snapsho
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Answer to hello and to snapshot requests: the directory's epoch and where its PUB socket is."""
 
-    version: int
-    epoch: bytes
-    pub_port: int
+    version: Natural
+    epoch: Epoch
+    pub_port: Port
     """TCP port of the PUB socket, on the host that was dialled."""
 
 
 class HelloAgain(msgspec.Struct, frozen=True, array_like=True, tag="hello!"):
     """The directory does not know this incarnation, or missed a message of it: say hello and announce all."""
 
-    epoch: bytes
+    epoch: Epoch
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """The directory will not talk to this peer; `reason` is for people."""
 
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class SnapshotNode(msgspec.Struct, frozen=True, array_like=True):
     """A slice of one node's adverts inside a snapshot chunk."""
 
     node: NodeInfo
-    adverts: list[Advert]
+    adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
     """Part of a snapshot that is valid at `seq` of the PUB stream of `epoch`; `last` closes it."""
 
-    token: int
-    epoch: bytes
-    seq: int
+    token: Natural
+    epoch: Epoch
+    seq: Natural
     last: bool
     nodes: list[SnapshotNode]
 
@@ -148,15 +160,15 @@ class NodeUp(msgspec.Struct, frozen=True, array_like=True, tag="up"):
 class NodeDown(msgspec.Struct, frozen=True, array_like=True, tag="down"):
     """A node left or went silent: nothing of it may be used any more."""
 
-    incarnation: bytes
+    incarnation: Incarnation
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
     """What one node announced."""
 
-    incarnation: bytes
-    adverts: list[Advert]
-    withdrawn: list[bytes]
+    incarnation: Incarnation
+    adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
+    withdrawn: Annotated[list[Identity], msgspec.Meta(max_length=MAX_CHANGES)]
 
 
 Event = NodeUp | NodeDown | Changed
@@ -169,7 +181,7 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     notices a lost tail without waiting for the next change.
     """
 
-    epoch: bytes
+    epoch: Epoch
     events: list[Event]
 
 
@@ -179,19 +191,19 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
 class CardRequest(msgspec.Struct, frozen=True, array_like=True, tag="card?"):
     """A peer asks for the card; `reader` lets the holder's transport expect the connection."""
 
-    version: int
-    reader: bytes
+    version: Natural
+    reader: Incarnation
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     """What a peer needs to read this node's arena. `transport` names the implementation, `blob` is its own."""
 
-    version: int
-    incarnation: bytes
-    transport: str
-    revision: int
+    version: Natural
+    incarnation: Incarnation
+    transport: Word
+    revision: Natural
     """Grows when the arena grows; an advert outside the registered range asks for a newer card."""
-    registered: int
+    registered: Natural
     """Bytes from the arena's start that may be read with this card."""
     blob: bytes
 
@@ -199,7 +211,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
 class Knock(msgspec.Struct, frozen=True, array_like=True, tag="knock"):
     """'I am about to connect or read': the holder makes transport progress quickly for a short while."""
 
-    reader: bytes
+    reader: Incarnation
 
 
 ToDirectory = Hello | Announce | Heartbeat | Goodbye | SnapshotRequest
