@@ -1,0 +1,52 @@
+"""Moves bytes between the arenas of two nodes, one-sided where the hardware allows it.
+
+Owns the choice of a transport; must never import one that was not asked for. `interface` says
+what a transport is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
+
+if TYPE_CHECKING:
+    import zmq
+
+__all__ = ["Reading", "Span", "State", "Transport", "TransportError", "nixl_available", "open_transport"]
+
+NIXL_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Where NIXL may be installed, in order of preference."""
+
+
+def nixl_available() -> bool:
+    """Whether some build of NIXL is installed. Imports nothing."""
+    return any(importlib.util.find_spec(package) for package in NIXL_PACKAGES)
+
+
+def open_transport(
+    kind: str,
+    name: str,
+    base: int,
+    nbytes: int,
+    *,
+    context: zmq.Context[zmq.Socket[bytes]],
+    bind_host: str,
+    advertise_host: str,
+) -> Transport:
+    """Make the transport called `kind`: 'nixl', 'zmq', or 'auto' for NIXL where it is installed.
+
+    name: unique in the fleet; peers know the transport by it. base, nbytes: address and size of the arena's mapping.
+    context, bind_host, advertise_host: used by 'zmq' only. Raises TransportError."""
+    if kind == "auto":
+        kind = "nixl" if nixl_available() else "zmq"
+    if kind == "nixl":
+        from ec_p2p.transport.nixl import NixlTransport
+
+        return NixlTransport(name, base, nbytes)
+    if kind == "zmq":
+        from ec_p2p.transport.zmq import ZmqTransport
+
+        return ZmqTransport(name, base, nbytes, context=context, bind_host=bind_host, advertise_host=advertise_host)
+    raise TransportError(f"transport={kind!r}; accepted: auto, nixl, zmq")

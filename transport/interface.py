@@ -1,11 +1,11 @@
 """The seam between a node and whatever moves bytes between two arenas.
 
 Owns the words span, reading and state. A transport reads a peer's registered memory into our own, one-sided where
-the hardware allows it; it knows nothing of entries, generations or directories. All calls of one transport come from one
-thread (the node's loop); no call blocks, except `close`.
+the hardware allows it; it knows nothing of entries, generations or directories. All calls of one transport come from
+one thread (the node's loop); no call blocks, except `close`.
 
-Addresses are byte offsets into an arena: the whole arena is one contiguous range of virtual memory on either side, of which
-a prefix is registered.
+Addresses are byte offsets into an arena: the whole arena is one contiguous range of virtual memory on either side, of
+which a prefix is registered.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Reading(Protocol):
     """One posted READ of one or more spans from one peer."""
 
     peer: str
+    error: str
+    """Why it FAILED, for people; empty before."""
 
     def poll(self) -> State:
         """Make progress and say where the READ is. Never raises; after a terminal state it stays terminal."""
