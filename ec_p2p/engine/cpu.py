@@ -1,0 +1,314 @@
+"""The first tier: entries in the arena.
+
+Owns the index from identity to entry, the pins, and the decision to evict. Must never copy payload bytes (callers write
+into what they reserved) and never do I/O. One lock guards it all; the node calls from one thread, an engine in
+process from many.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ec_p2p.engine import victims
+from ec_p2p.engine.arena import Arena
+from ec_p2p.engine.extents import Extent, Extents, Life, OnSlab, whole_pages
+from ec_p2p.engine.generation import GenerationTable, check
+from ec_p2p.engine.policy import LRU, EvictionPolicy
+
+
+class TooLarge(Exception):
+    """More bytes than one extent of this arena can ever have."""
+
+
+class OutOfMemory(Exception):
+    """What is pinned or reserved leaves no room now; later there may be some."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One stored tensor of `rows` x `dim` elements: `nbytes` payload bytes at `offset` of the arena."""
+
+    identity: bytes
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+    record_offset: int
+    generation: int
+    extent: Extent = field(repr=False)
+    pins: int = field(default=0, repr=False)
+
+
+Listener = Callable[[Entry], None]
+"""Called under the backend's lock, in the order of events: it must be quick, do no I/O and change nothing here."""
+
+
+class Pin:
+    """While it is open the entry's bytes stay where they are. `close` may be called from any thread, and twice."""
+
+    __slots__ = ("_backend", "entry")
+
+    def __init__(self, backend: LocalCPUBackend, entry: Entry) -> None:
+        self._backend: LocalCPUBackend | None = backend
+        self.entry = entry
+
+    def close(self) -> None:
+        backend = self._backend
+        if backend is not None:
+            backend._unpin(self)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class LocalCPUBackend:
+    """Entries by identity, in one arena that it fills slab by slab and then recycles."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        policy: EvictionPolicy | None = None,
+        on_slab: OnSlab | None = None,
+        on_stored: Listener | None = None,
+        on_evicted: Listener | None = None,
+    ) -> None:
+        """`on_slab(offset, nbytes)` is called before a slab's first use; `on_stored` after an entry became visible;
+        `on_evicted` after one stopped being visible, for whatever reason, and before its bytes are handed out again."""
+        self.arena = arena
+        self._policy: EvictionPolicy = LRU() if policy is None else policy
+        self._on_stored = on_stored
+        self._on_evicted = on_evicted
+        self._extents = Extents(arena, on_slab)
+        self._table = GenerationTable(arena)
+        self._index: dict[bytes, Entry] = {}
+        self._lock = threading.RLock()
+        self._used = 0
+        self._pinned = 0
+        self.capacity_bytes = sum(self._extents.rooms)
+        """Bytes that extents can ever take, all slabs together."""
+        self.largest_entry = max(self._extents.rooms, default=0)
+        """Bytes of the largest entry that an empty arena takes."""
+        if not self._extents.rooms:
+            raise ValueError(f"an arena of {arena.nbytes} bytes has no room for one entry")
+
+    # ------------------------------------------------------------ looking
+
+    def get(self, identity: bytes) -> Entry | None:
+        """The entry, which becomes the most recently used one."""
+        with self._lock:
+            entry = self._index.get(identity)
+            if entry is not None:
+                self._policy.touched(identity)
+            return entry
+
+    def peek(self, identity: bytes) -> Entry | None:
+        """The entry, its place in the order of eviction unchanged."""
+        return self._index.get(identity)
+
+    def entries(self) -> list[Entry]:
+        """Every visible entry, oldest first."""
+        with self._lock:
+            return list(self._index.values())
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # ------------------------------------------------------------ accounting, in whole pages
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of extents that hold entries, removed but still pinned ones included."""
+        return self._used
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The part of `used_bytes` that is pinned."""
+        return self._pinned
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of neither entries nor reserved extents, in slabs not opened yet too."""
+        return self._extents.free_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of extents that are reserved and not yet published."""
+        with self._lock:
+            return self.capacity_bytes - self._extents.free_bytes - self._used
+
+    def fits_together(self, sizes: Sequence[int]) -> bool:
+        """Whether entries of these payload bytes could all be in the empty arena at once.
+
+        Packs the largest first into the first slab with room; it may say no where a cleverer packing exists, never
+        yes where none does.
+        """
+        rooms, slots = list(self._extents.rooms), list(self._extents.slots)
+        for size in sorted(map(whole_pages, sizes), reverse=True):
+            for index, room in enumerate(rooms):
+                if size <= room and slots[index]:
+                    rooms[index] -= size
+                    slots[index] -= 1
+                    break
+            else:
+                return False
+        return True
+
+    # ------------------------------------------------------------ storing
+
+    def reserve(self, nbytes: int) -> Extent:
+        """An extent of at least `nbytes`, to be written and then published, carved or released.
+
+        Evicts the least valuable unpinned entries, as few as needed, only where nothing free fits and only if the
+        allocation then succeeds. Raises TooLarge or OutOfMemory with nothing evicted, ValueError for a negative
+        size, and what `on_slab` raises.
+        """
+        if nbytes < 0:
+            raise ValueError(f"cannot reserve {nbytes} bytes")
+        size = whole_pages(nbytes)
+        if size > self.largest_entry:
+            raise TooLarge(f"{nbytes} bytes; the largest entry of this arena is {self.largest_entry}")
+        with self._lock:
+            extent = self._extents.reserve(size)
+            if extent is None:
+                self._make_room(size)
+                extent = self._extents.reserve(size)
+                assert extent is not None, "the plan made room"
+            return extent
+
+    def carve(self, extent: Extent, offset: int, nbytes: int) -> Extent:
+        """Split [offset, offset+nbytes), counted from the extent's start, off a reserved extent.
+
+        What lies before and behind stays reserved to `extent`. Raises ExtentError if the piece is not page-aligned or
+        not wholly part of it any more, OutOfMemory if the slab has no record to spare and nothing in it can be evicted.
+        """
+        with self._lock:
+            piece = self._extents.carve(extent, offset, nbytes)
+            if piece is None:
+                self._evict(self._slot_victim(extent.slab))
+                piece = self._extents.carve(extent, offset, nbytes)
+                assert piece is not None, "the victim's record is free"
+            return piece
+
+    def publish(self, extent: Extent, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> Entry:
+        """Turn a reserved extent, whose payload is in place, into a visible entry.
+
+        If the identity is there already the old entry wins: the extent is freed and the old entry returned. Raises
+        ValueError (ExtentError for the extent) with nothing changed: the extent is then still reserved.
+        """
+        check(identity, nbytes, rows, dim, dtype)
+        with self._lock:
+            self._extents.keep(extent, nbytes)
+            old = self._index.get(identity)
+            if old is not None:
+                self._extents.free(extent, Life.ENTRY)
+                self._policy.touched(identity)
+                return old
+            generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
+            entry = Entry(identity, extent.offset, nbytes, rows, dim, dtype, extent.record, generation, extent)
+            self._index[identity] = entry
+            self._policy.added(identity, extent.nbytes)
+            self._used += extent.nbytes
+            if self._on_stored is not None:
+                self._on_stored(entry)
+            return entry
+
+    def release(self, extent: Extent) -> None:
+        """Give back what remains of a reserved extent. Raises ExtentError if it is an entry or was freed before."""
+        with self._lock:
+            self._extents.free(extent, Life.RESERVED)
+
+    # ------------------------------------------------------------ pins
+
+    def pin(self, entry: Entry) -> Pin:
+        """Keep a visible entry's bytes in place until the pin is closed. ValueError if it was evicted before."""
+        with self._lock:
+            if self._index.get(entry.identity) is not entry:
+                raise ValueError(f"cannot pin {entry}: it is not in the arena any more")
+            return self._pin(entry)
+
+    def borrow(self, identity: bytes) -> Pin | None:
+        """`get` and `pin` in one step, for callers that share the backend with other threads."""
+        with self._lock:
+            entry = self.get(identity)
+            return None if entry is None else self._pin(entry)
+
+    def _pin(self, entry: Entry) -> Pin:
+        entry.pins += 1
+        if entry.pins == 1:
+            self._pinned += entry.extent.nbytes
+        return Pin(self, entry)
+
+    def _unpin(self, pin: Pin) -> None:
+        with self._lock:
+            if pin._backend is None:
+                return
+            pin._backend = None
+            entry = pin.entry
+            entry.pins -= 1
+            if entry.pins:
+                return
+            self._pinned -= entry.extent.nbytes
+            if self._index.get(entry.identity) is not entry:
+                self._free(entry)
+
+    # ------------------------------------------------------------ leaving
+
+    def remove(self, identity: bytes) -> bool:
+        """Make an entry invisible at once; its bytes are freed when the last pin closes. False if there is none."""
+        with self._lock:
+            entry = self._index.get(identity)
+            if entry is None:
+                return False
+            self._evict(entry)
+            return True
+
+    def _evict(self, entry: Entry) -> None:
+        # The record dies first: from here on a reader that is half-way through the extent discards what it has.
+        self._table.invalidate(entry.record_offset)
+        del self._index[entry.identity]
+        self._policy.removed(entry.identity)
+        if not entry.pins:
+            self._free(entry)
+        if self._on_evicted is not None:
+            self._on_evicted(entry)
+
+    def _free(self, entry: Entry) -> None:
+        self._used -= entry.extent.nbytes
+        self._extents.free(entry.extent, Life.ENTRY)
+
+    def _unpinned(self) -> Iterator[Entry]:
+        for identity in self._policy.victims():
+            entry = self._index[identity]
+            if not entry.pins:
+                yield entry
+
+    def _make_room(self, size: int) -> None:
+        owners: dict[Extent, Entry] = {}
+
+        def candidates() -> Iterator[Extent]:
+            for entry in self._unpinned():
+                owners[entry.extent] = entry
+                yield entry.extent
+
+        chosen = None
+        if size <= self._extents.free_bytes + self._used - self._pinned:
+            chosen = victims.choose(self._extents, candidates(), size)
+        if chosen is None:
+            raise OutOfMemory(
+                f"{size} bytes; of {self.capacity_bytes} are {self.reserved_bytes} reserved, {self.pinned_bytes} pinned"
+            )
+        for extent in chosen:
+            self._evict(owners[extent])
+
+    def _slot_victim(self, slab: int) -> Entry:
+        for entry in self._unpinned():
+            if entry.extent.slab == slab:
+                return entry
+        raise OutOfMemory(f"every record of slab {slab} is pinned or reserved")
