@@ -11,6 +11,7 @@ changes, and a new generation must be the last word of a record to arrive.
 from __future__ import annotations
 
 import itertools
+import platform
 import struct
 import sys
 import threading
@@ -24,6 +25,8 @@ IDENTITY_BYTES = 32
 
 if sys.byteorder != "little":
     raise ImportError("ec-p2p's generation records are little-endian and are written in place; this machine is not")
+
+_STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 _RECORD = struct.Struct("<Q32sQIIQ")
 _AFTER_GENERATION = struct.Struct("<32sQIIQ")
@@ -117,9 +120,8 @@ class GenerationTable:
     def publish(self, offset: int, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> int:
         """Fill the invalidated record at `offset`, whose payload is in place; returns its new generation.
 
-        Raises ValueError as `check` does, with nothing written.
+        The rest has passed `check`.
         """
-        check(identity, nbytes, rows, dim, dtype)
         code, _ = _DTYPES[dtype]
         generation = next(self._generations)
         _AFTER_GENERATION.pack_into(self._arena.buffer, offset + 8, identity, nbytes, rows, dim, code)
@@ -133,9 +135,10 @@ class GenerationTable:
         return unpack(self._arena.buffer[offset : offset + RECORD_BYTES])
 
     def _fence(self) -> None:
-        # x86 keeps stores in program order and CPython cannot reorder across its own calls, so nothing is needed there.
-        # On Arm a store may slide into a lock's section but never across one that was left before another is entered.
-        with self._fence_lock:
-            pass
-        with self._fence_lock:
-            pass
+        # x86 keeps stores in program order, and CPython cannot reorder across its own calls. Elsewhere a store may
+        # slide into a lock's section, but never across one that is left before another is entered.
+        if not _STORES_STAY_IN_ORDER:
+            with self._fence_lock:
+                pass
+            with self._fence_lock:
+                pass

@@ -1,0 +1,110 @@
+"""The encoder cache as a library: tensors in, tensors out, by the hash of a media item.
+
+Owns the meaning of `contains`, `put` and `get`, and the one copy that each of the latter makes. Must never hand out
+memory of the engine, nor know of vLLM, nodes or transports.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ec_p2p.engine.cpu import LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.storage import GIB, StorageManager
+from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
+from ec_p2p.identity import CacheEngineKey, entry_identity, stable_u64
+
+
+class ECCacheEngine:
+    """Encoder outputs of one model, each a (tokens, dim) tensor of `encoder_dtype`. Any thread may call.
+
+    Entries live in `storage_manager`, which other engines may share and which its maker closes; without one the engine
+    makes its own, of `max_local_cpu_size` bytes. Engines with equal `namespace` see each other's entries; it stands
+    for everything that changes an embedding. Empty: the model's name and the dtype.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        encoder_dtype: torch.dtype,
+        *,
+        namespace: str = "",
+        storage_manager: StorageManager | None = None,
+        max_local_cpu_size: int = GIB,
+    ) -> None:
+        self.model_name = model_name
+        self.encoder_dtype = encoder_dtype
+        self._dtype_name = dtype_name(encoder_dtype)
+        self.namespace = namespace or f"{model_name}@{self._dtype_name}"
+        self._owns_storage = storage_manager is None
+        self.storage_manager = StorageManager(max_local_cpu_size) if storage_manager is None else storage_manager
+        self._closed = False
+
+    def key(self, mm_hash: str) -> CacheEngineKey:
+        """What people call the entry; it is found by its identity, never by this."""
+        return CacheEngineKey(self.model_name, 1, 0, stable_u64(mm_hash), self.encoder_dtype)
+
+    def contains(self, mm_hash: str) -> bool:
+        """Whether a `get` right now would return a tensor."""
+        return self._cpu().peek(self._identity(mm_hash)) is not None
+
+    def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
+        """Copy a (tokens, dim) tensor in, from any device, cast to `encoder_dtype` in the same copy.
+
+        True: it is stored, or was before (then nothing is copied: the first put of a key wins). False: no memory,
+        either because what is in use leaves too little or because the tensor is larger than any extent; nothing was
+        evicted. When it returns, the tensor may be overwritten. Raises ValueError unless the tensor is 2-D.
+        """
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"cannot store {mm_hash!r}: its tensor has shape {tuple(tensor.shape)}; accepted: (tokens, dim)"
+            )
+        cpu, identity = self._cpu(), self._identity(mm_hash)
+        if cpu.get(identity) is not None:
+            return True
+        rows, dim = tensor.shape
+        nbytes = rows * dim * self.encoder_dtype.itemsize
+        try:
+            extent = cpu.reserve(nbytes)
+        except (TooLarge, OutOfMemory):
+            return False
+        try:
+            copy_in(cpu.arena, extent.offset, tensor, self.encoder_dtype)
+        except BaseException:
+            cpu.release(extent)
+            raise
+        cpu.publish(extent, identity, nbytes, rows, dim, self._dtype_name)
+        return True
+
+    def get(self, mm_hash: str, device: str | torch.device = "cpu") -> torch.Tensor | None:
+        """A fresh copy of the entry on `device`, or None if there is none."""
+        cpu = self._cpu()
+        pin = cpu.borrow(self._identity(mm_hash))
+        if pin is None:
+            return None
+        with pin:
+            entry = pin.entry
+            tensor = torch.empty((entry.rows, entry.dim), dtype=dtype_of(entry.dtype), device=device)
+            copy_out(cpu.arena, entry.offset, tensor)
+            return tensor
+
+    def close(self) -> None:
+        """Free the memory, if it is the engine's own. Idempotent; later calls of the rest raise ValueError."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._owns_storage:
+            self.storage_manager.close()
+
+    def __enter__(self) -> ECCacheEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _cpu(self) -> LocalCPUBackend:
+        if self._closed:
+            raise ValueError("the engine is closed")
+        return self.storage_manager.cpu
+
+    def _identity(self, mm_hash: str) -> bytes:
+        return entry_identity(self.namespace, mm_hash)
