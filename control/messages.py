@@ -18,6 +18,9 @@ import msgspec
 PROTOCOL_VERSION = 1
 """Spoken by both sides of every control-plane socket; a peer that says another number is refused."""
 
+TOPIC = b"ec"
+"""First frame of every PUB message of a directory."""
+
 MAX_CHANGES = 4096
 """Most adverts, and most withdrawals, in one message: keeps the largest legal message under the codec's frame limit."""
 
@@ -79,7 +82,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
-    """Changes of one node since its last message. `seq` counts from 1 after each hello, without gaps."""
+    """Changes of one node since its last message. `seq` counts from 1 after each hello, without gaps.
+
+    Withdrawals are applied first, then adverts.
+    """
 
     incarnation: Incarnation
     seq: Natural
@@ -111,7 +117,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag="snapsho
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer to hello and to snapshot requests: the directory's epoch and where its PUB socket is."""
+    """Answer to hello, heartbeat and snapshot request: the directory's epoch and where its PUB socket is."""
 
     version: Natural
     epoch: Epoch
@@ -139,9 +145,13 @@ class SnapshotNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
-    """Part of a snapshot that is valid at `seq` of the PUB stream of `epoch`; `last` closes it."""
+    """Part of a snapshot that is valid at `seq` of the PUB stream of `epoch`; `last` closes it.
+
+    `index` counts the chunks of one answer from 0.
+    """
 
     token: Natural
+    index: Natural
     epoch: Epoch
     seq: Natural
     last: bool
@@ -164,7 +174,7 @@ class NodeDown(msgspec.Struct, frozen=True, array_like=True, tag="down"):
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
-    """What one node announced."""
+    """What one node announced. Withdrawals are applied first, then adverts."""
 
     incarnation: Incarnation
     adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]

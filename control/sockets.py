@@ -1,0 +1,88 @@
+"""ZMQ sockets with every option set before the first bind or connect.
+
+Owns the options and the endpoint syntax. Must never bind or connect by itself, nor leave a default of ZMQ in place
+that can block or grow without bound.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import zmq
+
+from ec_p2p.control.codec import MAX_FRAME
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+_CONNECT_TIMEOUT_MS = 2_000
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1_000
+_HEARTBEAT_MS = 1_000
+_HEARTBEAT_TIMEOUT_MS = 4_000
+
+
+def open_socket(
+    context: Context, kind: int, endpoint: str, *, send_hwm: int = 1_000, receive_hwm: int = 1_000, linger_ms: int = 0
+) -> Socket:
+    """A socket of `kind`, not yet bound or connected, that is meant for `endpoint`.
+
+    Frames over the codec's limit end the connection they came on. A peer that does not answer is given up after two
+    seconds and dialled again at least once a second. A connecting socket queues nothing before the connection stands.
+    """
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    socket.setsockopt(zmq.SNDHWM, send_hwm)
+    socket.setsockopt(zmq.RCVHWM, receive_hwm)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    return socket
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """('tcp://host', 'port') of a TCP endpoint. Raises ValueError for anything else."""
+    host, colon, port = endpoint.rpartition(":")
+    if (
+        not host.startswith("tcp://")
+        or len(host) == len("tcp://")
+        or not colon
+        or not (port.isdecimal() or port == "*")
+    ):
+        raise ValueError(f"endpoint {endpoint!r} cannot be used; accepted: text like 'tcp://host:14579'")
+    return host, port
+
+
+def bound_port(socket: Socket) -> int:
+    """TCP port that a bound socket listens on."""
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def send_now(socket: Socket, *frames: bytes) -> bool:
+    """Send without waiting. False: the peer is not connected, is gone, or its queue is full; nothing was sent."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            return False
+        raise
+    return True
+
+
+def receive_now(socket: Socket) -> list[bytes] | None:
+    """The next message's frames, or None when there is none yet."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

@@ -1,0 +1,142 @@
+"""What a directory knows, and the rules by which it changes.
+
+Owns the nodes that said hello and what each advertises. Pure: no sockets, no clock of its own, no threads. Every change
+returns the events that make a replica equal; must never change without returning them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ec_p2p.control.messages import (
+    Advert,
+    Announce,
+    Changed,
+    Event,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    NodeDown,
+    NodeInfo,
+    NodeUp,
+    SnapshotNode,
+)
+
+_CHUNK_ADVERTS = 2048
+_NODE_COST = 20
+"""A node's name and address take at most as much room in a chunk as this many adverts."""
+
+
+@dataclass(slots=True)
+class _Known:
+    info: NodeInfo
+    route: bytes
+    heard: float
+    seq: int = 0
+    adverts: dict[bytes, Advert] = field(default_factory=dict)
+
+
+class DirectoryState:
+    """Nodes by incarnation. A node is bound to the route (connection) its hello came by: what the same node sent by an
+    older connection can arrive later than the hello, and must not be taken for what follows it.
+
+    `now` is seconds of any clock that never goes back. Not thread-safe.
+    """
+
+    def __init__(self, node_timeout_s: float) -> None:
+        self._node_timeout_s = node_timeout_s
+        self._nodes: dict[bytes, _Known] = {}
+        self._places: dict[tuple[str, str], bytes] = {}
+        self._checked: float | None = None
+        self.entries = 0
+        self.adverts = 0
+        self.withdrawals = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def apply(self, message: Hello | Announce | Heartbeat | Goodbye, route: bytes, now: float) -> list[Event] | None:
+        """Events to publish, in order. None: the sender must say hello and announce everything again."""
+        if isinstance(message, Hello):
+            return self._hello(message.node, route, now)
+        known = self._nodes.get(message.incarnation)
+        if isinstance(message, Goodbye):
+            return self._forget(known) if known else []
+        if known is None or known.route != route:
+            return None
+        known.heard = now
+        if isinstance(message, Heartbeat):
+            return [] if message.seq == known.seq else None
+        return self._announce(message, known)
+
+    def expire(self, now: float) -> list[Event]:
+        """Forget the nodes not heard of for `node_timeout_s`. To be called several times within that span.
+
+        After a pause of the caller (a stopped process, a suspended machine) every node gets a new span: what they
+        sent meanwhile has not been read yet.
+        """
+        paused = self._checked is not None and now - self._checked > self._node_timeout_s / 2
+        self._checked = now
+        if paused:
+            for known in self._nodes.values():
+                known.heard = now
+        silent = [known for known in self._nodes.values() if now - known.heard > self._node_timeout_s]
+        return [event for known in silent for event in self._forget(known)]
+
+    def snapshot(self) -> list[SnapshotNode]:
+        """Everything, as of now: later changes do not show in it."""
+        return [SnapshotNode(known.info, list(known.adverts.values())) for known in self._nodes.values()]
+
+    def _hello(self, info: NodeInfo, route: bytes, now: float) -> list[Event]:
+        place = (info.name, info.address)
+        predecessor = self._nodes.get(self._places.get(place, info.incarnation))
+        gone = self._forget(predecessor) if predecessor else []
+        again = self._nodes.get(info.incarnation)
+        if again:
+            self._forget(again)
+        self._nodes[info.incarnation] = _Known(info, route, now)
+        self._places[place] = info.incarnation
+        # Replicas take an 'up' of an incarnation they know as its 'down' too.
+        return [*(event for event in gone if event != NodeDown(info.incarnation)), NodeUp(info)]
+
+    def _announce(self, message: Announce, known: _Known) -> list[Event] | None:
+        if message.seq <= known.seq:
+            return []
+        if message.seq != known.seq + 1:
+            return None
+        known.seq = message.seq
+        adverts = known.adverts
+        before = len(adverts)
+        for identity in message.withdrawn:
+            adverts.pop(identity, None)
+        adverts.update([(advert.identity, advert) for advert in message.adverts])
+        self.entries += len(adverts) - before
+        self.adverts += len(message.adverts)
+        self.withdrawals += len(message.withdrawn)
+        return [Changed(message.incarnation, message.adverts, message.withdrawn)]
+
+    def _forget(self, known: _Known) -> list[Event]:
+        del self._nodes[known.info.incarnation]
+        del self._places[known.info.name, known.info.address]
+        self.entries -= len(known.adverts)
+        return [NodeDown(known.info.incarnation)]
+
+
+def chunks(nodes: list[SnapshotNode]) -> Iterator[list[SnapshotNode]]:
+    """`nodes` in slices that each fit one frame; a node with many adverts is spread over several. Never none."""
+    slice_: list[SnapshotNode] = []
+    room = _CHUNK_ADVERTS
+    for node in nodes:
+        start = 0
+        while True:
+            if room <= _NODE_COST:
+                yield slice_
+                slice_, room = [], _CHUNK_ADVERTS
+            adverts = node.adverts[start : start + room - _NODE_COST]
+            slice_.append(SnapshotNode(node.node, adverts))
+            room -= _NODE_COST + len(adverts)
+            start += len(adverts)
+            if start >= len(node.adverts):
+                break
+    yield slice_

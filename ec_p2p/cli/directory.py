@@ -1,0 +1,60 @@
+"""`ec-p2p directory`: a directory of its own, in the foreground, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from types import FrameType
+
+import zmq
+
+from ec_p2p.control.directory import Directory
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("directory", help="run a directory: it tells every node who holds what")
+    parser.add_argument("--bind", default="tcp://0.0.0.0:14579", help="endpoint for nodes (default: %(default)s)")
+    parser.add_argument(
+        "--pub-port", type=int, default=0, help="port on which changes are published (default: any free port)"
+    )
+    parser.add_argument(
+        "--node-timeout",
+        type=float,
+        default=4.0,
+        help="seconds after which a silent node is gone (default: %(default)s)",
+    )
+    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="INFO", help="(default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=args.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if not 0 < args.node_timeout < float("inf"):
+        return _refuse(f"--node-timeout={args.node_timeout!r}; accepted: a positive number of seconds")
+    if not 0 <= args.pub_port < 65536:
+        return _refuse(f"--pub-port={args.pub_port!r}; accepted: a port number from 0 to 65535")
+    try:
+        directory = Directory(args.bind, args.pub_port, node_timeout_s=args.node_timeout)
+    except (ValueError, zmq.ZMQError) as error:
+        return _refuse(f"--bind={args.bind!r} --pub-port={args.pub_port!r}: {error}")
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        directory.stop()
+
+    with directory:
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        print(f"directory listens on {directory.endpoint}, publishes on port {directory.pub_port}", file=sys.stderr)
+        directory.run()
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"ec-p2p directory: {reason}", file=sys.stderr)
+    return 2
