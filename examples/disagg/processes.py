@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def until(question: Callable[[], _T | None], what: str, timeout_s: float, pause_s: float = 0.1) -> _T:
-    """Ask until the answer is neither None nor False. Raises Failed, naming `what` did not happen, after `timeout_s`."""
+    """Ask until the answer is neither None nor False. Raises Failed, naming `what`, after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = question()

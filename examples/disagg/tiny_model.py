@@ -67,9 +67,11 @@ def build(folder: Path, *, tile: int = 224, tower_width: int = 64, tower_layers:
     tiles (2 x 2 and a small copy of the whole). `tower_width` and `tower_layers` make the encoder slower, `width` the
     embedding larger.
     """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     patch, merge, heads = 14, 2, max(2, tower_width // 64)
     tokenizer = _tokenizer()
-    token = {name: tokenizer.convert_tokens_to_ids(name) for name in (_BEGIN, _END, _PAD, _IMAGE)}
+    token: dict[str, int] = tokenizer.get_vocab()
     processor = Idefics3Processor(
         image_processor=Idefics3ImageProcessorPil(
             size={"longest_edge": 2 * tile}, max_image_size={"longest_edge": tile}, do_image_splitting=True
@@ -110,7 +112,7 @@ def build(folder: Path, *, tile: int = 224, tower_width: int = 64, tower_layers:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration(config).to(torch.bfloat16)
+    model = Idefics3ForConditionalGeneration(config).bfloat16()
     for weight in model.parameters():
         if weight.dim() > 1:
             # Large enough that different images give different tokens, small enough that wide layers stay in range.
@@ -127,8 +129,6 @@ def main() -> None:
     parser.add_argument("--tower-layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128, help="of the embedding; a multiple of 64")
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     build(args.folder, tower_width=args.tower_width, tower_layers=args.tower_layers, width=args.width)
     print(f"tiny Idefics3 in {args.folder}")
 
