@@ -1,8 +1,8 @@
 """The one typed configuration of a node and of its clients.
 
 Owns names, defaults, units and the check of every value. It is built from vLLM's `ec_connector_extra_config` (plus
-`ec_ip` and `ec_port`), from the command line, or from plain keyword arguments in tests; an unknown name or a bad value is
-an error that names the key, the value and what is accepted.
+`ec_ip` and `ec_port`), from the command line, or from plain keyword arguments in tests; an unknown name or a bad
+value is an error that names the key, the value and what is accepted.
 """
 
 from __future__ import annotations
@@ -168,3 +168,11 @@ def make_config(settings: Mapping[str, Any]) -> Config:
             f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})"
         )
     return config
+
+
+def as_settings(config: Config) -> dict[str, Any]:
+    """What an operator would have written: the settings that differ from the defaults, such that `make_config` of them
+    gives `config` again."""
+    default = Config()
+    values = {key: value for key, value in msgspec.structs.asdict(config).items() if value != getattr(default, key)}
+    return {key: f"{value}B" if key in _SIZES else value for key, value in values.items()}

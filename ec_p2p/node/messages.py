@@ -224,5 +224,7 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection")
     """Names of the nodes this node's replica knows, itself excluded."""
 
 
-ToNode = Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
+ToNode = (
+    Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
+)
 FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection

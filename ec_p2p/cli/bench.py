@@ -1,0 +1,26 @@
+"""`ec-p2p bench`: measurements, each against its own limit in the same run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ec_p2p.config import parse_size
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="measure this machine")
+    benches = parser.add_subparsers(required=True, metavar="WHAT")
+    fetch = benches.add_parser("fetch", help="fetch between two nodes, against a raw READ and a memcpy")
+    fetch.add_argument("--sizes", default="64KiB,1MiB,4MiB,16MiB,64MiB", help="comma-separated payload sizes")
+    fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"))
+    fetch.add_argument("--repeat", type=int, default=60, help="measurements of each kind and size")
+    fetch.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
+    fetch.set_defaults(run=run_fetch)
+
+
+def run_fetch(args: argparse.Namespace) -> int:
+    from ec_p2p.cli.bench_fetch import run
+
+    sizes = [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
+    return run(sizes, args.transport, args.repeat, as_json=args.json)

@@ -1,0 +1,78 @@
+"""`ec-p2p node`: run the host's node, as a service or spawned by the first connector."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from ec_p2p.config import Config, ConfigError, make_config
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("node", help="run this host's node")
+    parser.add_argument("--name", default="", help="node_name (default: the host name)")
+    parser.add_argument("--settings", default="{}", metavar="JSON", help="settings, as in ec_connector_extra_config")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting; may be given several times"
+    )
+    parser.add_argument("--spawned", action="store_true", help="detach, and leave grace_s after the last client")
+    parser.set_defaults(run=run)
+
+
+def read_settings(args: argparse.Namespace) -> Config:
+    """The configuration from `--settings`, `--set` and `--name`, in rising precedence. Raises ConfigError."""
+    try:
+        settings = json.loads(args.settings)
+    except ValueError as error:
+        raise ConfigError(f"--settings={args.settings!r} is not JSON ({error}); accepted: an object") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--settings={args.settings!r}; accepted: a JSON object")
+    for pair in args.set:
+        key, found, text = pair.partition("=")
+        if not found:
+            raise ConfigError(f"--set {pair!r}; accepted: KEY=VALUE")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text  # plain words need no quotes
+    if args.name:
+        settings["node_name"] = args.name
+    return make_config(settings)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = read_settings(args)
+    if args.spawned:
+        _detach()
+    logging.basicConfig(
+        level=config.log_level, format="%(asctime)s ec-p2p node %(levelname)s %(message)s", stream=sys.stderr
+    )
+    from ec_p2p.node.service import Node
+    from ec_p2p.node.sessions import AlreadyRunning
+    from ec_p2p.transport.interface import TransportError
+
+    try:
+        node = Node(config, spawned=args.spawned)
+    except AlreadyRunning as error:
+        print(f"ec-p2p node: {error}", file=sys.stderr)
+        return 0 if args.spawned else 1
+    except (OSError, TransportError) as error:
+        print(f"ec-p2p node: cannot start: {error}", file=sys.stderr)
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    node.run()
+    return 0
+
+
+def _detach() -> None:
+    """Leave the starter's session and process tree, before any thread exists: who starts a node must be able to die
+    without it, and vLLM kills all descendants when it stops."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()

@@ -1,0 +1,37 @@
+"""Where a host's node is found: the names of its sockets.
+
+Owns the naming rule, nothing else. By default everything is in Linux's abstract socket namespace, so no file can be
+left behind by a process that was killed. `node_socket` moves it to the file system, for containers that share a
+folder but no network namespace.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ec_p2p.config import Config
+
+_MAX_SUN_PATH = 107
+
+
+def attach_address(config: Config) -> str:
+    """Address of the Unix socket on which clients attach; also the lock that keeps a second node of this name away."""
+    if config.node_socket:
+        return config.node_socket
+    return _abstract(f"ec-p2p/{os.getuid()}/{config.name}")
+
+
+def spawn_lock_address(config: Config) -> str:
+    """Abstract address held by the one client that is starting the node."""
+    return _abstract(f"ec-p2p/{os.getuid()}/{config.name}{config.node_socket}/spawn")
+
+
+def message_endpoint(config: Config, incarnation: bytes) -> str:
+    """ZMQ endpoint for the messages that follow the attach."""
+    if config.node_socket:
+        return f"ipc://{config.node_socket}.{incarnation.hex()[:8]}"
+    return f"ipc://@ec-p2p-{incarnation.hex()}"
+
+
+def _abstract(name: str) -> str:
+    return "\0" + name[: _MAX_SUN_PATH - 1]

@@ -1,0 +1,320 @@
+"""A process's connection to its host's node.
+
+Owns the Unix socket, the DEALER and the mapped arenas. It must never block longer than it was told to, and never
+raise for anything that the node or the machine does: a client without a node goes on without sharing, and attaches to
+the next one. Used by one thread; it has none of its own, so an idle client costs nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import zmq
+
+from ec_p2p.config import Config
+from ec_p2p.control.codec import BadFrame, decode, encode
+from ec_p2p.engine.arena import Arena
+from ec_p2p.node.address import attach_address
+from ec_p2p.node.messages import (
+    CLIENT_PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    AttachRefused,
+    Dispatched,
+    Encoding,
+    Forget,
+    FromNode,
+    Release,
+    ToNode,
+    Want,
+    WantItem,
+)
+from ec_p2p.node.spawn import Spawning
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 2.0
+_FIRST_RETRY_S = 0.25
+_MAX_RETRY_S = 30.0
+_SPAWN_TIMEOUT_S = 30.0
+_KEPT_ARENAS = 2
+"""The arena of the node before the last: loads that were promised from it can still be done."""
+
+
+class Detached(NamedTuple):
+    """The node is gone: every want, lease and window of that incarnation is void. What was promised from its arena
+    can still be loaded."""
+
+    incarnation: bytes
+
+
+class _Link:
+    """One attachment: alive until the Unix socket closes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sock: socket.socket, attached: Attached) -> None:
+        self.sock = sock
+        self.attached = attached
+        self.dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.dealer.linger = 0
+        self.dealer.rcvhwm = self.dealer.sndhwm = 100_000
+        self.dealer.setsockopt(zmq.IDENTITY, attached.token)
+        self.dealer.connect(attached.endpoint)
+
+    def alive(self) -> bool:
+        try:
+            return bool(self.sock.recv(1))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.sock.close()
+
+
+class NodeClient:
+    """One client of the host's node. See DESIGN's words: a scheduler wants, a worker saves and loads, a tool looks."""
+
+    def __init__(
+        self, config: Config, kind: Literal["scheduler", "worker", "tool"], instance: str, rank: int = -1
+    ) -> None:
+        self.config = config
+        self._hello = Attach(CLIENT_PROTOCOL_VERSION, kind, instance, rank)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._link: _Link | None = None
+        self._arenas: dict[bytes, Arena] = {}
+        self._spawning: Spawning | None = None
+        self._spawn_until = 0.0
+        self._retry_at = 0.0
+        self._retry_s = _FIRST_RETRY_S
+        self._warned = False
+        self._ids = itertools.count(1)
+        self._lost: list[Detached] = []
+        self._closed = False
+
+    def __enter__(self) -> NodeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def incarnation(self) -> bytes:
+        return self._link.attached.incarnation if self._link else b""
+
+    @property
+    def node_name(self) -> str:
+        return self._link.attached.node_name if self._link else self.config.name
+
+    @property
+    def attached(self) -> Attached | None:
+        return self._link.attached if self._link else None
+
+    def arena(self, incarnation: bytes) -> Arena | None:
+        """The mapped arena of a node this client is, or was lately, attached to."""
+        return self._arenas.get(incarnation)
+
+    # -------------------------------------------------------- attaching
+
+    def attach(self, timeout_s: float = 0.0) -> bool:
+        """True if attached. Otherwise tries to be: connects, starts the node if configured, waits at most `timeout_s`.
+
+        Cheap while attached, and between tries: call it at the head of every hook."""
+        if self._closed:
+            return False
+        deadline = time.monotonic() + timeout_s
+        while not self._check():
+            now = time.monotonic()
+            if now >= self._retry_at:
+                self._try_attach(now)
+                if self._link:
+                    break
+            if now >= deadline:
+                return False
+            # Sleeping is right here: only start-up waits, for a process that takes a second to come up.
+            time.sleep(min(0.02, max(0.0, deadline - now)))
+        return True
+
+    def _check(self) -> bool:
+        if self._link is None:
+            return False
+        if self._link.alive():
+            return True
+        self._detach()
+        return False
+
+    def _detach(self) -> None:
+        assert self._link is not None
+        logger.warning("the node %s is gone: going on without sharing until another is there", self.node_name)
+        self._lost.append(Detached(self._link.attached.incarnation))
+        self._link.close()
+        self._link = None
+        self._retry_at = 0.0
+
+    def _try_attach(self, now: float) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(attach_address(self.config))
+            sock.settimeout(_ANSWER_TIMEOUT_S)
+            sock.send(encode(self._hello))
+            frame, fds = _recv_with_fds(sock)
+            answer: Attached | AttachRefused = decode(frame, Attached | AttachRefused)
+            if isinstance(answer, AttachRefused):
+                raise OSError(f"refused: {answer.reason}")
+            if len(fds) != 1:
+                raise OSError("the node sent no arena")
+            try:
+                arena = Arena.attach(fds[0], answer.arena_bytes, answer.slab_bytes)
+            finally:
+                os.close(fds[0])
+        except (OSError, BadFrame, ValueError) as error:
+            sock.close()
+            self._not_attached(now, error)
+            return
+        sock.setblocking(False)
+        self._link = _Link(self._context, sock, answer)
+        self._keep(answer.incarnation, arena)
+        self._stop_spawning()
+        self._retry_s = _FIRST_RETRY_S
+        self._warned = False
+        logger.info("attached to node %s (incarnation %s)", answer.node_name, answer.incarnation.hex()[:8])
+
+    def _not_attached(self, now: float, error: Exception) -> None:
+        if self._spawning is not None:
+            if now < self._spawn_until and not self._spawning.failed():
+                self._retry_at = now + 0.02
+                return
+            self._stop_spawning()
+            logger.warning("the node %s did not come up", self.config.name)
+        elif self.config.spawn_node and isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            self._spawning = Spawning.begin(self.config)
+            self._spawn_until = now + _SPAWN_TIMEOUT_S
+            # Also when another client holds the lock: the node is then on its way all the same.
+            self._retry_at = now + (0.02 if self._spawning else 0.1)
+            return
+        if not self._warned:
+            self._warned = True
+            logger.warning("not attached to node %s, so nothing is shared for now: %s", self.config.name, error)
+        self._retry_at = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+
+    def _stop_spawning(self) -> None:
+        if self._spawning is not None:
+            self._spawning.close()
+            self._spawning = None
+
+    def _keep(self, incarnation: bytes, arena: Arena) -> None:
+        self._arenas[incarnation] = arena
+        while len(self._arenas) > _KEPT_ARENAS:
+            self._arenas.pop(next(iter(self._arenas))).close()
+
+    # -------------------------------------------------------- talking
+
+    def want(
+        self,
+        items: Sequence[WantItem],
+        *,
+        readers: int,
+        wait_s: float,
+        expect_s: float,
+        local_only: bool = False,
+    ) -> int:
+        """Ask for entries; the answers come from `poll`. Returns the want's id, or 0 if there is no node."""
+        want = next(self._ids)
+        message = Want(want, list(items), readers, round(wait_s * 1000), round(expect_s * 1000), local_only)
+        return want if self.send(message) else 0
+
+    def forget(self, want: int) -> None:
+        self.send(Forget(want))
+
+    def dispatched(self, lease: int) -> None:
+        self.send(Dispatched(lease))
+
+    def release(self, lease: int, reader: int = -1) -> None:
+        self.send(Release(lease, reader))
+
+    def encoding(self, identities: Sequence[bytes]) -> None:
+        self.send(Encoding(list(identities)))
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def send(self, message: ToNode) -> bool:
+        """False if there is no node, or it does not take messages."""
+        if self._link is None:
+            return False
+        try:
+            self._link.dealer.send(encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("the node %s does not take messages", self.node_name)
+            return False
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> list[FromNode | Detached]:
+        """Everything that has arrived, after waiting at most `timeout_s` for the first."""
+        found: list[FromNode | Detached] = []
+        if self._link is not None:
+            self._receive(found)
+            if not found and timeout_s > 0:
+                poller = zmq.Poller()
+                poller.register(self._link.dealer, zmq.POLLIN)
+                poller.register(self._link.sock, zmq.POLLIN)
+                poller.poll(max(1, round(timeout_s * 1000)))
+                self._receive(found)
+            if not found:
+                self._check()
+        if self._lost:
+            found.extend(self._lost)
+            self._lost.clear()
+        return found
+
+    def _receive(self, found: list[FromNode | Detached]) -> None:
+        assert self._link is not None
+        while True:
+            try:
+                frame = self._link.dealer.recv(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                found.append(decode(frame, FromNode))
+            except BadFrame as error:
+                logger.warning("a message of the node could not be read: %s", error.reason)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_spawning()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        self._context.term()
+
+
+def _recv_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and the descriptors that came with it, close-on-exec; all closed again if that is more than one."""
+    frame, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_SPACE(4 * array.array("i").itemsize))
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            fds.extend(received)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    if len(fds) > 1:
+        for fd in fds:
+            os.close(fd)
+        return frame, []
+    return frame, fds

@@ -1,0 +1,94 @@
+"""What a node counts, and how that is served.
+
+Owns the counters and the /metrics endpoint. Names are `ec_p2p_node_<name>`; counters get Prometheus' `_total`. The
+node's loop writes; the HTTP thread only reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Counters:
+    """Monotonic counts by name and labels. One writer thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, Labels], float] = defaultdict(float)
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        self._values[name, tuple(labels.items())] += amount
+
+    def get(self, name: str, **labels: str) -> float:
+        return self._values.get((name, tuple(labels.items())), 0.0)
+
+    def flat(self) -> dict[str, float]:
+        """'fetches{outcome=landed,peer=host1}' -> count, for tools and tests."""
+        return {_flat(name, labels): value for (name, labels), value in list(self._values.items())}
+
+    def items(self) -> list[tuple[tuple[str, Labels], float]]:
+        return list(self._values.items())
+
+
+def _flat(name: str, labels: Labels) -> str:
+    return name + ("{" + ",".join(f"{key}={value}" for key, value in labels) + "}" if labels else "")
+
+
+Gauges = Callable[[], dict[tuple[str, Labels], float]]
+
+
+def flat_gauges(gauges: Gauges) -> dict[str, float]:
+    return {_flat(name, labels): value for (name, labels), value in gauges().items()}
+
+
+class MetricsServer:
+    """The node's /metrics. Absent prometheus_client, there is none and a line in the log says so."""
+
+    def __init__(self, host: str, port: int, counters: Counters, gauges: Gauges) -> None:
+        self.port = 0
+        self._server: Any = None
+        self._thread: Any = None
+        if port < 0:
+            return
+        try:
+            import prometheus_client
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        except ImportError:
+            logger.warning("prometheus_client is not installed: this node serves no /metrics (pip install ec-p2p[cli])")
+            return
+
+        class Collector:
+            def collect(self) -> Iterator[Any]:
+                samples = [(CounterMetricFamily, counters.items()), (GaugeMetricFamily, list(gauges().items()))]
+                for family, values in samples:
+                    by_name: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
+                    for (name, labels), value in values:
+                        by_name[name].append((labels, value))
+                    for name, series in by_name.items():
+                        keys = [key for key, _ in series[0][0]]
+                        metric = family(f"ec_p2p_node_{name}", f"ec-p2p node: {name.replace('_', ' ')}", labels=keys)
+                        for labels, value in series:
+                            metric.add_metric([text for _, text in labels], value)
+                        yield metric
+
+        registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        registry.register(Collector())
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+        except OSError as error:
+            logger.warning("no /metrics: cannot listen on %s:%d: %s", host, port, error)
+            return
+        self.port = self._server.server_port
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None

@@ -1,0 +1,140 @@
+"""The node's side of the control plane: announcing to every directory, replicating every directory, hosting one if
+nobody does.
+
+Owns the links and the embedded directory. Directories are equal and
+independent; a node that reaches one of them sees what that one sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ec_p2p.config import Config
+from ec_p2p.control.announcer import Announcer
+from ec_p2p.control.directory import Directory
+from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.control.view import View
+
+logger = logging.getLogger(__name__)
+
+_TRY_TO_HOST_S = 1.0
+
+
+class DirectoryLinks:
+    """Loop-driven like the rest of the node: `poll_targets`, `on_ready`, `tick`, `flush`.
+
+    `on_change(identity)`, `on_up(info)` and `on_down(incarnation)` are called from `on_ready` and `tick`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: Config,
+        info: NodeInfo,
+        bind_host: str,
+        on_change: Callable[[bytes], None],
+        on_up: Callable[[NodeInfo], None],
+        on_down: Callable[[bytes], None],
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._bind_host = bind_host
+        self._announcers = [
+            Announcer(context, endpoint, info, heartbeat_s=config.heartbeat_s, timeout_s=config.node_timeout_s)
+            for endpoint in config.directories
+        ]
+        self._view = View(
+            context,
+            config.directories,
+            on_change=on_change,
+            on_node=lambda node, up: on_up(node) if up else on_down(node.incarnation),
+            node_timeout_s=config.node_timeout_s,
+        )
+        self._embedded: Directory | None = None
+        self._try_at = 0.0
+        self._unreached_since: float | None = None
+        self._pending = True
+        self._due = 0.0
+        self._host_if_nobody_does(0.0)
+
+    @property
+    def connected(self) -> int:
+        """How many directories answer."""
+        return sum(announcer.connected for announcer in self._announcers)
+
+    def lookup(self, identity: bytes) -> list[tuple[NodeInfo, Advert]]:
+        return self._view.lookup(identity)
+
+    def store(self, advert: Advert) -> None:
+        for announcer in self._announcers:
+            announcer.store(advert)
+        self._pending = True
+
+    def withdraw(self, identity: bytes) -> None:
+        for announcer in self._announcers:
+            announcer.withdraw(identity)
+        self._pending = True
+
+    def flush(self, now: float) -> None:
+        """Send what was stored or withdrawn since the last flush."""
+        if self._pending:
+            self._pending = False
+            self.tick(now)
+
+    def next_tick(self, now: float) -> float:
+        return now if self._pending else self._due
+
+    def tick(self, now: float) -> None:
+        waits = [announcer.tick(now) for announcer in self._announcers]
+        self._due = now + min(*waits, self._view.tick(now))
+        self._host_if_nobody_does(now)
+
+    def poll_targets(self) -> list[Any]:
+        return [*(announcer.socket for announcer in self._announcers), *self._view.sockets]
+
+    def on_ready(self, target: zmq.Socket[bytes]) -> None:
+        for announcer in self._announcers:
+            if target is announcer.socket:
+                announcer.on_readable()
+                self._pending = True  # a welcome may be followed by everything this node holds
+                return
+        self._view.on_readable(target)
+        self._pending = True  # a gap wants a snapshot now, not at the next tick
+
+    def close(self) -> None:
+        for announcer in self._announcers:
+            announcer.goodbye()
+            announcer.close()
+        self._view.close()
+        if self._embedded is not None:
+            self._embedded.close()
+            self._embedded = None
+
+    # -------------------------------------------------------- hosting
+
+    def _host_if_nobody_does(self, now: float) -> None:
+        """Only the default directory is ever embedded: who lists directories runs them."""
+        if self._embedded is not None or self._config.directory or not self._config.embedded_directory:
+            return
+        if now < self._try_at or self.connected:
+            return
+        self._try_at = now + _TRY_TO_HOST_S
+        bind = f"tcp://{self._config.ec_ip}:{self._config.ec_port}"
+        try:
+            self._embedded = Directory(
+                bind,
+                pub_port=self._config.directory_pub_port or self._config.ec_port + 1,
+                node_timeout_s=self._config.node_timeout_s,
+                heartbeat_s=self._config.heartbeat_s,
+            )
+        except (OSError, zmq.ZMQError) as error:
+            logger.debug(
+                "not hosting the directory at %s: %s", bind, error
+            )  # another node does, or another host is meant
+            return
+        self._embedded.start()
+        logger.info("hosting the directory at %s", bind)

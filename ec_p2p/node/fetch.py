@@ -1,0 +1,321 @@
+"""Fetching one entry from another node: landing memory, READs, validation, failover.
+
+Owns every transfer in flight and the landing memory it may still write into. It must never hand out bytes that were
+not validated, nor free memory that a library may still write into. One fetch per identity, however many wait for it.
+
+    WAITING_MEMORY --arena has room--> CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same
+    generation and identity--> (landed) CONNECTING, PAYLOAD, RECORD --failed, late, or not the promised entry-->
+    CONNECTING with the next holder, or (failed)
+
+The record of the extent is read only after its payload has arrived. The holder invalidates the record before it lets
+the extent be written again, so an unchanged record proves that the payload was whole all the time it was being read.
+The record lands right behind the payload, in the same extent: they live, and are quarantined, together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.generation import RECORD_BYTES, unpack
+from ec_p2p.node.counters import Counters
+from ec_p2p.node.peers import Peer, Peers, PeerState
+from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    WAITING_MEMORY = "waiting for memory"
+    CONNECTING = "connecting"
+    PAYLOAD = "reading the payload"
+    RECORD = "reading the record"
+
+
+Holder = tuple[NodeInfo, Advert]
+
+
+class Fetch:
+    """One entry on its way. Made and driven by Fetches."""
+
+    __slots__ = (
+        "advert",
+        "extent",
+        "give_up_at",
+        "holders",
+        "identity",
+        "last_error",
+        "reading",
+        "source",
+        "stage",
+        "stage_deadline",
+        "started_at",
+    )
+
+    def __init__(self, identity: bytes, holders: list[Holder], now: float, give_up_at: float) -> None:
+        self.identity = identity
+        self.holders = holders
+        self.started_at = now
+        self.give_up_at = give_up_at
+        self.stage = Stage.WAITING_MEMORY
+        self.stage_deadline = give_up_at
+        self.source: NodeInfo = holders[0][0]
+        self.advert: Advert = holders[0][1]
+        self.extent: Extent | None = None
+        self.reading: Reading | None = None
+        self.last_error = "no_memory"
+
+
+class Fetches:
+    """All fetches of one node. Used by the node's loop only; `progress` never blocks.
+
+    `on_landed(entry, fetch)` and `on_failed(identity, reason)` may be called from `start` and from `progress`.
+    `still_wanted` tells whether anybody waits: a fetch that only waits for memory is dropped when nobody does.
+    """
+
+    def __init__(
+        self,
+        backend: LocalCPUBackend,
+        arena: memoryview,
+        transport: Transport,
+        peers: Peers,
+        counters: Counters,
+        read_timeout_s: float,
+        on_landed: Callable[[Entry, Fetch], None],
+        on_failed: Callable[[bytes, str], None],
+        still_wanted: Callable[[bytes], bool],
+    ) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._transport = transport
+        self._peers = peers
+        self._counters = counters
+        self._read_timeout_s = read_timeout_s
+        self._on_landed = on_landed
+        self._on_failed = on_failed
+        self._still_wanted = still_wanted
+        self._fetches: dict[bytes, Fetch] = {}
+        self._quarantine: list[tuple[Reading, Extent]] = []
+        self._memory_freed = False
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._fetches
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    @property
+    def transfers(self) -> int:
+        """READs in flight: while there are any, `progress` wants to be called again soon."""
+        return sum(fetch.reading is not None for fetch in self._fetches.values())
+
+    @property
+    def memory_pending(self) -> bool:
+        """Memory was freed that fetches may be waiting for."""
+        return self._memory_freed
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return sum(extent.nbytes for _, extent in self._quarantine)
+
+    def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
+        """Begin to fetch an entry that some node advertises as resident. Joining a running fetch keeps the later
+        deadline."""
+        running = self._fetches.get(identity)
+        if running is not None:
+            running.give_up_at = max(running.give_up_at, give_up_at)
+            return
+        fetch = Fetch(identity, list(holders), now, give_up_at)
+        self._fetches[identity] = fetch
+        self._next_holder(fetch, now)
+
+    def memory_freed(self) -> None:
+        """Something was unpinned or released: fetches that wait for memory try again at the next `progress`."""
+        self._memory_freed = True
+
+    def peer_ready(self, peer: Peer, now: float) -> None:
+        for fetch in list(self._fetches.values()):
+            if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == peer.info.incarnation:
+                self._connect(fetch, now)
+
+    def peer_gone(self, incarnation: bytes, now: float) -> None:
+        for fetch in list(self._fetches.values()):
+            if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == incarnation:
+                self._failed_holder(fetch, "gone", now)
+
+    def progress(self, now: float) -> None:
+        for fetch in list(self._fetches.values()):
+            if fetch.reading is not None:
+                self._poll(fetch, now)
+            elif fetch.stage is Stage.WAITING_MEMORY:
+                if not self._still_wanted(fetch.identity) or now >= fetch.give_up_at:
+                    self._fail(fetch, "no_memory")
+                elif self._memory_freed:
+                    self._allocate(fetch, now)
+            elif now >= fetch.stage_deadline:
+                self._failed_holder(fetch, "connect_timeout", now)
+        self._memory_freed = False
+        if self._quarantine:
+            self._quarantine = [held for held in self._quarantine if not self._settled(*held)]
+
+    def deadlines(self) -> Iterable[float]:
+        """When `progress` must run even if nothing is heard. Transfers are not listed: they are looked after all the
+        time."""
+        for fetch in self._fetches.values():
+            if fetch.stage is Stage.WAITING_MEMORY:
+                yield fetch.give_up_at
+            elif fetch.stage is Stage.CONNECTING:
+                yield fetch.stage_deadline
+
+    def close(self) -> None:
+        """Let go of what can be let go of. The transport is closed after this, the arena after the transport."""
+        for fetch in list(self._fetches.values()):
+            self._drop_landing(fetch)
+        self._fetches.clear()
+
+    # -------------------------------------------------------- stages
+
+    def _next_holder(self, fetch: Fetch, now: float) -> None:
+        if not fetch.holders:
+            self._fail(fetch, "failed")
+            return
+        fetch.source, fetch.advert = fetch.holders.pop(0)
+        self._allocate(fetch, now)
+
+    def _allocate(self, fetch: Fetch, now: float) -> None:
+        needed = landing_bytes(fetch.advert.nbytes)
+        if fetch.extent is not None and fetch.extent.nbytes < needed:
+            self._backend.release(fetch.extent)
+            fetch.extent = None
+        if fetch.extent is None:
+            try:
+                fetch.extent = self._backend.reserve(needed)
+            except TooLarge:
+                self._fail(fetch, "too_large")
+                return
+            except OutOfMemory:
+                fetch.stage = Stage.WAITING_MEMORY
+                return
+        fetch.stage = Stage.CONNECTING
+        fetch.stage_deadline = now + self._read_timeout_s
+        self._connect(fetch, now)
+
+    def _connect(self, fetch: Fetch, now: float) -> None:
+        peer, advert = self._peers.get(fetch.source.incarnation), fetch.advert
+        if peer is None:
+            return  # its adverts came before itself: wait for `peer_ready`
+        if peer.state is PeerState.UNUSABLE:
+            self._failed_holder(fetch, "unusable", now)
+        elif peer.covers(advert.offset, advert.nbytes) and peer.covers(advert.record, RECORD_BYTES):
+            self._post(fetch, Stage.PAYLOAD, now)
+        else:
+            self._peers.ask(peer, now)  # the holder's arena has grown since its card was read
+
+    def _post(self, fetch: Fetch, stage: Stage, now: float) -> None:
+        assert fetch.extent is not None
+        advert, landing = fetch.advert, fetch.extent.offset
+        if stage is Stage.PAYLOAD:
+            span = Span(advert.offset, landing, advert.nbytes)
+        else:
+            span = Span(advert.record, landing + record_place(advert.nbytes), RECORD_BYTES)
+        if stage is Stage.PAYLOAD and advert.nbytes == 0:
+            self._post(fetch, Stage.RECORD, now)
+            return
+        fetch.stage = stage
+        fetch.stage_deadline = now + self._read_timeout_s
+        try:
+            fetch.reading = self._transport.read(fetch.source.incarnation.hex(), (span,))
+        except TransportError as error:
+            logger.info("READ from %s refused: %s", fetch.source.name, error)
+            self._failed_holder(fetch, "refused", now)
+            return
+        self._poll(fetch, now)
+
+    def _poll(self, fetch: Fetch, now: float) -> None:
+        assert fetch.reading is not None
+        state = fetch.reading.poll()
+        if state is State.POSTED:
+            if now >= fetch.stage_deadline:
+                self._drop_landing(fetch)
+                self._failed_holder(fetch, "late", now)
+            return
+        fetch.reading.release()
+        fetch.reading = None
+        if state is State.FAILED:
+            self._failed_holder(fetch, "disconnected", now)
+        elif fetch.stage is Stage.PAYLOAD:
+            self._post(fetch, Stage.RECORD, now)
+        else:
+            self._validate(fetch, now)
+
+    def _validate(self, fetch: Fetch, now: float) -> None:
+        assert fetch.extent is not None
+        advert = fetch.advert
+        start = fetch.extent.offset + record_place(advert.nbytes)
+        record = unpack(self._arena[start : start + RECORD_BYTES])
+        if (
+            record.generation == 0
+            or record.generation != advert.generation
+            or record.identity != fetch.identity
+            or record.nbytes != advert.nbytes
+        ):
+            self._failed_holder(fetch, "changed", now)
+            return
+        del self._fetches[fetch.identity]
+        entry = self._backend.publish(
+            fetch.extent, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype
+        )
+        self._counters.add("fetches", outcome="landed", peer=fetch.source.name)
+        self._counters.add("fetched_bytes", advert.nbytes, peer=fetch.source.name)
+        self._on_landed(entry, fetch)
+
+    # -------------------------------------------------------- endings
+
+    def _failed_holder(self, fetch: Fetch, why: str, now: float) -> None:
+        self._counters.add("fetches", outcome=why, peer=fetch.source.name)
+        fetch.last_error = why
+        if now >= fetch.give_up_at:
+            self._fail(fetch, "deadline")
+        else:
+            self._next_holder(fetch, now)
+
+    def _fail(self, fetch: Fetch, reason: str) -> None:
+        self._drop_landing(fetch)
+        self._fetches.pop(fetch.identity, None)
+        self._on_failed(fetch.identity, reason)
+
+    def _drop_landing(self, fetch: Fetch) -> None:
+        """Release the landing memory now, or, while a READ may still write into it, when the library is sure."""
+        reading, extent = fetch.reading, fetch.extent
+        fetch.reading = fetch.extent = None
+        if extent is None:
+            return
+        if reading is None:
+            self._backend.release(extent)
+            return
+        if self._settled(reading, extent):
+            return
+        self._counters.add("quarantined")
+        self._quarantine.append((reading, extent))
+
+    def _settled(self, reading: Reading, extent: Extent) -> bool:
+        reading.poll()
+        if not reading.release():
+            return False
+        self._backend.release(extent)
+        self._memory_freed = True
+        return True
+
+
+def record_place(nbytes: int) -> int:
+    """Where the record lands, from the start of the landing extent."""
+    return -(-nbytes // RECORD_BYTES) * RECORD_BYTES
+
+
+def landing_bytes(nbytes: int) -> int:
+    """Size of the extent into which an entry of `nbytes` and its record land."""
+    return record_place(nbytes) + RECORD_BYTES

@@ -1,0 +1,241 @@
+"""The other nodes, as far as reading from them goes.
+
+Owns the ROUTER that hands out this node's card, one DEALER per known peer, and the state of each connection. It must
+never decide what to read. Peers are learned from the directory only, and connected to as soon as they appear there:
+first contact costs tens of milliseconds and would otherwise be paid by a request.
+
+    ASKING --card--> READY --advert beyond what the card covers--> ASKING (and still readable below)
+    ASKING --card of another transport--> UNUSABLE
+    any --node down--> (gone)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import zmq
+
+from ec_p2p.control.codec import BadFrame, decode, encode
+from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, Knock, NodeInfo, Refused, ToPeer
+from ec_p2p.transport.interface import Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+_MAX_FRAME = 1 << 20
+_ASK_AGAIN_S = 1.0
+KNOCK_S = 2.0
+"""After a knock, or a card request, the transport is progressed quickly for this long."""
+
+
+class PeerState(Enum):
+    ASKING = "asking"
+    READY = "ready"
+    UNUSABLE = "unusable"
+
+
+class Peer:
+    """One other node's incarnation."""
+
+    __slots__ = ("asked_at", "info", "key", "registered", "revision", "socket", "state")
+
+    def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes]) -> None:
+        self.info = info
+        self.key = info.incarnation.hex()
+        self.socket = socket
+        self.state = PeerState.ASKING
+        self.asked_at = float("-inf")
+        self.revision = 0
+        self.registered = 0
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        return offset + nbytes <= self.registered
+
+
+class Peers:
+    """All peers of one node, and the port on which they ask this node for its card. Used by the node's loop only.
+
+    `on_ready(peer)` is called when a peer's card has been taken in.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        transport: Transport,
+        incarnation: bytes,
+        bind_host: str,
+        port: int,
+        card: Callable[[], Card],
+        on_ready: Callable[[Peer], None],
+        on_bad_frame: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._transport = transport
+        self._incarnation = incarnation
+        self._card = card
+        self._on_ready = on_ready
+        self._on_bad_frame = on_bad_frame
+        self._peers: dict[bytes, Peer] = {}
+        self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
+        self._knocked_until = float("-inf")
+        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        _set_options(self._router)
+        self._router.bind(f"tcp://{bind_host}:{port}")
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def get(self, incarnation: bytes) -> Peer | None:
+        return self._peers.get(incarnation)
+
+    def names(self) -> list[str]:
+        return sorted(peer.info.name for peer in self._peers.values())
+
+    def ready_count(self) -> int:
+        return sum(peer.state is PeerState.READY for peer in self._peers.values())
+
+    def up(self, info: NodeInfo, now: float) -> None:
+        """A node appeared in the directory."""
+        if info.incarnation == self._incarnation:
+            return
+        known = self._peers.get(info.incarnation)
+        if known is not None:
+            if known.info == info:
+                return
+            self.down(info.incarnation)
+        socket = self._context.socket(zmq.DEALER)
+        _set_options(socket)
+        try:
+            socket.connect(info.address)
+        except zmq.ZMQError as error:
+            socket.close()
+            logger.warning("node %s advertises %r, which cannot be dialled: %s", info.name, info.address, error)
+            return
+        peer = Peer(info, socket)
+        self._peers[info.incarnation] = peer
+        self._by_socket[socket] = peer
+        self.ask(peer, now)
+
+    def down(self, incarnation: bytes) -> None:
+        peer = self._peers.pop(incarnation, None)
+        if peer is None:
+            return
+        del self._by_socket[peer.socket]
+        peer.socket.close()
+        self._transport.forget(peer.key)
+
+    def ask(self, peer: Peer, now: float) -> None:
+        """Ask for the card, unless that was done a moment ago."""
+        if now - peer.asked_at < _ASK_AGAIN_S:
+            return
+        peer.asked_at = now
+        peer.state = PeerState.ASKING
+        self._send(peer.socket, CardRequest(PROTOCOL_VERSION, self._incarnation))
+
+    def knock(self, peer: Peer) -> None:
+        self._send(peer.socket, Knock(self._incarnation))
+
+    def knocked(self, now: float) -> bool:
+        """True while a peer may need this node's help to connect to it or to read over a wire that is not one-sided."""
+        return now < self._knocked_until
+
+    def tick(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.state is PeerState.ASKING:
+                self.ask(peer, now)
+
+    def poll_targets(self) -> list[Any]:
+        return [self._router, *self._by_socket]
+
+    def on_ready(self, target: zmq.Socket[bytes], now: float) -> None:
+        if target is self._router:
+            self._answer(now)
+        elif target in self._by_socket:
+            self._learn(self._by_socket[target], now)
+
+    def close(self) -> None:
+        for incarnation in list(self._peers):
+            self.down(incarnation)
+        self._router.close()
+
+    # -------------------------------------------------------- inside
+
+    def _answer(self, now: float) -> None:
+        for _ in range(64):
+            try:
+                frames = self._router.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                self._on_bad_frame("peer")
+                continue
+            try:
+                message: ToPeer = decode(frames[1], ToPeer)
+            except BadFrame:
+                self._on_bad_frame("peer")
+                continue
+            self._knocked_until = now + KNOCK_S
+            if isinstance(message, CardRequest):
+                answer: Card | Refused = (
+                    self._card()
+                    if message.version == PROTOCOL_VERSION
+                    else Refused(f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}")
+                )
+                try:
+                    self._router.send_multipart([frames[0], encode(answer)], flags=zmq.NOBLOCK)
+                except zmq.ZMQError as error:
+                    logger.debug("card not sent: %s", error)  # the peer asks again
+
+    def _learn(self, peer: Peer, now: float) -> None:
+        while True:
+            try:
+                frame = peer.socket.recv(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                answer: FromPeer = decode(frame, FromPeer)
+            except BadFrame:
+                self._on_bad_frame("peer")
+                continue
+            if isinstance(answer, Refused):
+                logger.warning("node %s refused: %s", peer.info.name, answer.reason)
+                continue
+            if answer.version != PROTOCOL_VERSION or answer.incarnation != peer.info.incarnation:
+                continue  # somebody else answers at that address by now; the directory will say so
+            if answer.transport != self._transport.kind:
+                logger.warning(
+                    "node %s uses transport %s, this node uses %s: nothing can be read from it",
+                    peer.info.name,
+                    answer.transport,
+                    self._transport.kind,
+                )
+                peer.state = PeerState.UNUSABLE
+                continue
+            if answer.revision < peer.revision:
+                continue
+            try:
+                self._transport.connect(peer.key, answer.blob)
+            except TransportError as error:
+                logger.warning("cannot connect to node %s: %s", peer.info.name, error)
+                continue
+            peer.revision, peer.registered = answer.revision, answer.registered
+            peer.state = PeerState.READY
+            self._on_ready(peer)
+
+    def _send(self, socket: zmq.Socket[bytes], message: CardRequest | Knock) -> None:
+        try:
+            socket.send(encode(message), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("message to a peer not sent: %s", error)  # repeated by tick
+
+
+def _set_options(socket: zmq.Socket[bytes]) -> None:
+    """Before bind or connect: libzmq ignores most options afterwards."""
+    socket.linger = 0
+    socket.rcvhwm = socket.sndhwm = 1000
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

@@ -1,0 +1,484 @@
+"""The node: one process per host, one loop, one thread.
+
+Owns the arena and everything that is made of it, and wires the parts together; each part has its own module and says
+there what it owns. Nothing here blocks but the one poll at the head of a turn, and that only while nothing is in
+flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import zmq
+
+from ec_p2p.config import Config
+from ec_p2p.control.messages import PROTOCOL_VERSION, Advert, Card, EntryState, NodeInfo
+from ec_p2p.engine.arena import Arena
+from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.generation import itemsize
+from ec_p2p.node import network
+from ec_p2p.node.contact import FirstContacts
+from ec_p2p.node.counters import Counters, Labels, MetricsServer, flat_gauges
+from ec_p2p.node.directory_links import DirectoryLinks
+from ec_p2p.node.encodings import Encodings
+from ec_p2p.node.fetch import Fetch, Fetches, Holder
+from ec_p2p.node.leases import Leases
+from ec_p2p.node.messages import (
+    CLIENT_PROTOCOL_VERSION,
+    Attached,
+    CloseWindow,
+    Commit,
+    Dispatched,
+    Encoding,
+    Forget,
+    Inspect,
+    Inspection,
+    NoWindow,
+    OpenWindow,
+    Release,
+    Saved,
+    SaveSkipped,
+    Sync,
+    Synced,
+    ToNode,
+    Want,
+    Window,
+)
+from ec_p2p.node.pacing import Pacing
+from ec_p2p.node.peers import Peer, Peers
+from ec_p2p.node.sessions import Session, Sessions
+from ec_p2p.node.wants import Wants
+from ec_p2p.transport import open_transport
+
+logger = logging.getLogger(__name__)
+
+
+class Node:
+    """A host's node. `run` is its life; `stop` may be called from a signal handler or another thread.
+
+    `spawned` nodes leave when they have had no client for `grace_s`. Raises AlreadyRunning if the name is taken,
+    OSError or TransportError if the machine cannot give what the configuration asks for.
+    """
+
+    def __init__(self, config: Config, *, spawned: bool = False) -> None:
+        self.config = config
+        self.incarnation = os.urandom(16)
+        self.counters = Counters()
+        self._spawned = spawned
+        self._stopping = False
+        self._lonely_since = time.monotonic()
+        self._registered = 0
+        self._card = Card(PROTOCOL_VERSION, self.incarnation, "", 0, 0, b"")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        advertise, bind = network.hosts(config)
+        self.arena = Arena.create(config.max_local_cpu_size, config.slab_size)
+        # The clients' address is also the lock on the node's name: taken before anything expensive.
+        self._sessions = Sessions(
+            config,
+            self._context,
+            self._describe,
+            self.arena.fd,
+            self._on_message,
+            self._on_client_gone,
+            lambda where: self.counters.add("bad_frames", socket=where),
+            self.incarnation,
+        )
+        self.transport = open_transport(
+            config.transport,
+            self.incarnation.hex(),
+            self.arena.base,
+            self.arena.nbytes,
+            context=self._context,
+            bind_host=bind,
+            advertise_host=advertise,
+        )
+        self.backend = LocalCPUBackend(self.arena, on_slab=self._on_slab, on_evicted=self._on_evicted)
+        scratch = self.backend.reserve(1).offset
+        self._peers = Peers(
+            self._context,
+            self.transport,
+            self.incarnation,
+            bind,
+            config.peer_port,
+            lambda: self._card,
+            self._on_peer_ready,
+            lambda where: self.counters.add("bad_frames", socket=where),
+        )
+        self.info = NodeInfo(self.incarnation, config.name, f"tcp://{advertise}:{self._peers.port}")
+        self._contacts = FirstContacts(self.transport, self._peers, scratch)
+        self._links = DirectoryLinks(
+            self._context,
+            config,
+            self.info,
+            bind,
+            on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
+            on_up=lambda info: self._peers.up(info, time.monotonic()),
+            on_down=self._on_peer_gone,
+        )
+        self._leases = Leases(on_end=lambda: self._fetches.memory_freed())
+        self._fetches = Fetches(
+            self.backend,
+            self.arena.buffer,
+            self.transport,
+            self._peers,
+            self.counters,
+            config.read_timeout_s,
+            self._on_landed,
+            lambda identity, reason: self._wants.failed(identity, reason, time.monotonic()),
+            lambda identity: self._wants.wanted(identity),
+        )
+        self._encodings = Encodings()
+        self._wants = Wants(
+            self.backend, self._fetches, self._leases, self, self.counters, self._sessions.send, self._readers_ready
+        )
+        self._metrics = MetricsServer(config.metrics_host, config.metrics_port, self.counters, self._gauges)
+        self._pacing = Pacing()
+        self._poller = zmq.Poller()
+        self._targets: dict[Any, Any] = {}
+        self._watch_again = True
+        self._window_ids = 0
+
+    # -------------------------------------------------------- life
+
+    def run(self) -> None:
+        """Serve until `stop`, or until a spawned node has been lonely for long enough; then close."""
+        logger.info(
+            "node %s: incarnation %s, transport %s, peers at %s, arena %d MiB, /metrics on port %d",
+            self.config.name,
+            self.incarnation.hex()[:8],
+            self.transport.kind,
+            self.info.address,
+            self.arena.nbytes >> 20,
+            self._metrics.port,
+        )
+        try:
+            while not self._stopping:
+                self.turn()
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def turn(self) -> None:
+        """One turn of the loop: wait for something to do, at most until the next deadline, and do it."""
+        if self._watch_again:
+            self._watch()
+        contacts = bool(self._contacts) or self._peers.knocked(time.monotonic())
+        ready = self._pacing.wait(self._poller, self._fetches.transfers > 0, contacts, self._next_deadline)
+        now = time.monotonic()
+        for target, _ in ready:
+            owner = self._targets.get(target)
+            if owner is self._sessions:
+                self._watch_again |= self._sessions.on_ready(target)
+            elif owner is self._peers:
+                self._peers.on_ready(target, now)
+            elif owner is self._links:
+                self._links.on_ready(target)
+            elif owner is self.transport:
+                self.transport.progress()
+        if self._fetches.transfers or self._fetches.memory_pending:
+            self._fetches.progress(now)
+        self._links.flush(now)
+        if self._pacing.tick_due(now):
+            self._tick(now)
+
+    def close(self) -> None:
+        """Say goodbye, end every session, free everything. Idempotent."""
+        if self._context.closed:
+            return
+        logger.info("node %s leaves", self.config.name)
+        self._links.close()
+        self._sessions.close()
+        self._metrics.close()
+        self._fetches.close()
+        self._contacts.close()
+        self._peers.close()
+        self.transport.close()
+        self._context.destroy(linger=0)
+        self.arena.close()
+
+    @property
+    def peers_ready(self) -> int:
+        """How many peers' cards have been taken in."""
+        return self._peers.ready_count()
+
+    @property
+    def contacts_pending(self) -> int:
+        """How many peers are being connected to right now."""
+        return len(self._contacts)
+
+    # -------------------------------------------------------- the loop's parts
+
+    def _next_deadline(self, now: float) -> float:
+        deadline = self._links.next_tick(now)
+        for candidate in self._wants.deadlines():
+            deadline = min(deadline, candidate)
+        for candidate in self._fetches.deadlines():
+            deadline = min(deadline, candidate)
+        return deadline
+
+    def _tick(self, now: float) -> None:
+        self.transport.progress()
+        self._contacts.progress(now)
+        self._fetches.progress(now)
+        self._peers.tick(now)
+        self._links.tick(now)
+        self._wants.tick(now)
+        for identity in self._encodings.expire(now):
+            self._encoding_ended(identity, now)
+        expired = self._leases.expire(now)
+        if expired:
+            self.counters.add("leases_expired", expired)
+        # Peers, directories and transports open and close sockets in their ticks; a set comparison is cheap.
+        self._watch_again = True
+        if self._sessions:
+            self._lonely_since = now
+        elif self._spawned and now - self._lonely_since >= self.config.grace_s:
+            logger.info("no client for %.0f s", self.config.grace_s)
+            self._stopping = True
+
+    def _watch(self) -> None:
+        self._watch_again = False
+        targets: dict[Any, Any] = {}
+        for owner in (self._sessions, self._peers, self._links):
+            for target in owner.poll_targets():
+                targets[target] = owner
+        for target in self.transport.sockets():
+            targets[target] = self.transport
+        if targets.keys() == self._targets.keys():
+            self._targets = targets
+            return
+        # A new poller: an old one may still hold sockets that are closed by now.
+        self._targets = targets
+        self._poller = zmq.Poller()
+        for target in targets:
+            self._poller.register(target, zmq.POLLIN)
+
+    # -------------------------------------------------------- what clients say
+
+    def _on_message(self, session: Session, message: ToNode) -> None:
+        now = time.monotonic()
+        match message:
+            case Want():
+                self._wants.start(session, message, now)
+            case Forget():
+                self._wants.forget(session, message.want)
+            case Dispatched():
+                self._leases.dispatched(message.lease, now)
+            case Release() if message.reader < 0:
+                self._leases.drop(message.lease)
+            case Release():
+                self._leases.read_by(message.lease, message.reader)
+            case Encoding():
+                self._on_encoding(session, message.identities, now)
+            case OpenWindow():
+                self._open_window(session, message)
+            case CloseWindow():
+                self._close_window(session, message.window)
+            case Commit():
+                self._commit(session, message, now)
+            case SaveSkipped():
+                self.counters.add("saves_skipped", reason=message.reason)
+                for scheduler in self._sessions.schedulers_of(session.attach.instance):
+                    self._sessions.send(scheduler, message)
+            case Sync():
+                self._links.flush(now)
+                self._sessions.send(session, Synced(message.token))
+            case Inspect():
+                self._sessions.send(session, self._inspection(message.token))
+
+    def _on_client_gone(self, session: Session) -> None:
+        self._wants.forget_session(session)
+        for window in list(session.windows):
+            self._close_window(session, window)
+        self._watch_again = True
+
+    def _readers_ready(self, session: Session, readers: int) -> bool:
+        """A scheduler may be promised an entry only when those who will copy it have mapped this arena."""
+        return session.attach.kind == "tool" or self._sessions.workers_of(session.attach.instance) >= readers
+
+    # -------------------------------------------------------- saving
+
+    def _open_window(self, session: Session, message: OpenWindow) -> None:
+        try:
+            extent = self.backend.reserve(message.nbytes)
+        except (TooLarge, OutOfMemory, ValueError) as error:
+            self.counters.add("windows_refused")
+            self._sessions.send(session, NoWindow(message.request, f"{type(error).__name__}: {error}"))
+            return
+        self._window_ids += 1
+        session.windows[self._window_ids] = extent
+        self._sessions.send(session, Window(message.request, self._window_ids, extent.offset, extent.nbytes))
+
+    def _close_window(self, session: Session, window: int) -> None:
+        extent: Extent | None = session.windows.pop(window, None)
+        if extent is not None:
+            self.backend.release(extent)
+            self._fetches.memory_freed()
+
+    def _commit(self, session: Session, commit: Commit, now: float) -> None:
+        extent: Extent | None = session.windows.get(commit.window)
+        try:
+            if extent is None:
+                raise ValueError(f"window {commit.window} is not this client's")
+            if commit.nbytes != commit.rows * commit.dim * itemsize(commit.dtype):
+                raise ValueError(f"{commit.nbytes} bytes are not {commit.rows} x {commit.dim} of {commit.dtype}")
+            piece = self.backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
+        except (ValueError, KeyError, OutOfMemory) as error:
+            self.counters.add("bad_commits")
+            logger.warning("commit refused: %s", error)
+            return
+        try:
+            entry = self.backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
+        except ValueError as error:
+            self.backend.release(piece)
+            self.counters.add("bad_commits")
+            logger.warning("commit refused: %s", error)
+            return
+        self.counters.add("saves")
+        self.counters.add("saved_bytes", entry.nbytes)
+        self._encodings.end(commit.identity)
+        self._advertise(entry)
+        for scheduler in self._sessions.schedulers_of(session.attach.instance):
+            self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
+        self._wants.changed(entry.identity, now)
+
+    def _on_encoding(self, session: Session, identities: list[bytes], now: float) -> None:
+        for identity in identities:
+            if self.backend.peek(identity) is None:
+                self._encodings.begin(identity, session.attach.instance, now)
+                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "", 0, 0, 0))
+
+    def _encoding_ended(self, identity: bytes, now: float) -> None:
+        if self.backend.peek(identity) is None:
+            self._links.withdraw(identity)
+        self._wants.changed(identity, now)
+
+    def _advertise(self, entry: Entry) -> None:
+        self.counters.add("adverts")
+        self._links.store(
+            Advert(
+                entry.identity,
+                EntryState.RESIDENT,
+                entry.nbytes,
+                entry.rows,
+                entry.dim,
+                entry.dtype,
+                entry.offset,
+                entry.record_offset,
+                entry.generation,
+            )
+        )
+
+    def _on_evicted(self, entry: Entry) -> None:
+        self.counters.add("evictions")
+        self._links.withdraw(entry.identity)
+
+    # -------------------------------------------------------- fetching
+
+    def holders(self, identity: bytes) -> list[Holder]:
+        """Other nodes whose arena holds the entry, those already connected first."""
+        found = [
+            (info, advert)
+            for info, advert in self._links.lookup(identity)
+            if advert.state == EntryState.RESIDENT and info.incarnation != self.incarnation
+        ]
+        found.sort(key=lambda holder: self._peers.get(holder[0].incarnation) is None)
+        return found
+
+    def being_encoded(self, identity: bytes, instance: str) -> bool:
+        return self._encodings.by_another(identity, instance) or any(
+            advert.state == EntryState.PENDING and info.incarnation != self.incarnation
+            for info, advert in self._links.lookup(identity)
+        )
+
+    def _on_landed(self, entry: Entry, fetch: Fetch) -> None:
+        self._wants.landed(entry, fetch.started_at)
+        if self.config.share_fetched:
+            self._advertise(entry)
+
+    def _on_peer_ready(self, peer: Peer) -> None:
+        now = time.monotonic()
+        self._contacts.begin(peer, now)
+        self._fetches.peer_ready(peer, now)
+
+    def _on_peer_gone(self, incarnation: bytes) -> None:
+        self._peers.down(incarnation)
+        self._fetches.peer_gone(incarnation, time.monotonic())
+
+    def _on_slab(self, offset: int, nbytes: int) -> None:
+        self.transport.register(offset, nbytes)
+        self._registered = offset + nbytes
+        self._card = Card(
+            PROTOCOL_VERSION,
+            self.incarnation,
+            self.transport.kind,
+            self._card.revision + 1,
+            self._registered,
+            self.transport.card(),
+        )
+
+    # -------------------------------------------------------- being seen
+
+    def _describe(self, token: bytes) -> Attached:
+        return Attached(
+            CLIENT_PROTOCOL_VERSION,
+            self.incarnation,
+            self.config.name,
+            self._sessions.endpoint,
+            token,
+            self.arena.nbytes,
+            self.arena.slab_bytes,
+            self._metrics.port,
+        )
+
+    def _gauges(self) -> dict[tuple[str, Labels], float]:
+        backend = self.backend
+        values: dict[tuple[str, Labels], float] = {
+            ("entries", ()): len(backend),
+            ("sessions", ()): len(self._sessions),
+            ("leases", ()): len(self._leases),
+            ("wants_waiting", ()): len(self._wants),
+            ("fetches_in_flight", ()): len(self._fetches),
+            ("peers_ready", ()): self._peers.ready_count(),
+            ("quarantined_bytes", ()): self._fetches.quarantined_bytes,
+            ("directory_connected", ()): self._links.connected,
+            (
+                "info",
+                (
+                    ("name", self.config.name),
+                    ("incarnation", self.incarnation.hex()),
+                    ("transport", self.transport.kind),
+                ),
+            ): 1,
+        }
+        for kind, nbytes in (
+            ("used", backend.used_bytes),
+            ("reserved", backend.reserved_bytes),
+            ("pinned", backend.pinned_bytes),
+            ("capacity", backend.capacity_bytes),
+        ):
+            values["arena_bytes", (("kind", kind),)] = nbytes
+        return values
+
+    def _inspection(self, token: int) -> Inspection:
+        return Inspection(
+            token,
+            {
+                "incarnation": self.incarnation.hex(),
+                "name": self.config.name,
+                "address": self.info.address,
+                "transport": self.transport.kind,
+                "metrics_port": str(self._metrics.port),
+                "directory": ",".join(self.config.directories),
+                "pid": str(os.getpid()),
+            },
+            self.counters.flat(),
+            flat_gauges(self._gauges),
+            self._peers.names(),
+        )

@@ -1,0 +1,265 @@
+"""Clients of a node: attaching, knowing that they live, talking to them.
+
+Owns the Unix listener, the attached Unix sockets and the ROUTER on which messages travel. It must never know what a
+message means: `service` decides. A session ends when its Unix socket closes, which the kernel does for every kind of
+death.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import itertools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ec_p2p.config import Config
+from ec_p2p.control.codec import BadFrame, decode, encode
+from ec_p2p.node.address import attach_address, message_endpoint
+from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, ToNode
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("scheduler", "worker", "tool")
+_MAX_FRAME = 1 << 20
+_MAX_SESSIONS = 4096
+_BACKLOG = 128
+
+
+class AlreadyRunning(Exception):
+    """A node of this name is alive on this host."""
+
+
+class Session:
+    """One attached client. `windows` maps window ids to whatever the service keeps for them."""
+
+    __slots__ = ("attach", "sid", "sock", "token", "windows")
+
+    def __init__(self, sid: int, sock: socket.socket, attach: Attach, token: bytes) -> None:
+        self.sid = sid
+        self.sock = sock
+        self.attach = attach
+        self.token = token
+        self.windows: dict[int, Any] = {}
+
+
+class Sessions:
+    """All clients of one node. Driven by the node's loop: `poll_targets` say what to watch, `on_ready` what became
+    readable.
+
+    `on_message(session, message)` and `on_closed(session)` are called from `on_ready`. Raises AlreadyRunning when the
+    name is taken.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: zmq.Context[zmq.Socket[bytes]],
+        describe: Callable[[bytes], Attached],
+        arena_fd: int,
+        on_message: Callable[[Session, ToNode], None],
+        on_closed: Callable[[Session], None],
+        on_bad_frame: Callable[[str], None],
+        incarnation: bytes,
+    ) -> None:
+        self._describe = describe
+        self._arena_fd = arena_fd
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._on_bad_frame = on_bad_frame
+        self._group = grp.getgrnam(config.node_group).gr_gid if config.node_group else None
+        self._ids = itertools.count(1)
+        self._by_token: dict[bytes, Session] = {}
+        self._by_fd: dict[int, Session] = {}
+        self._newcomers: dict[int, socket.socket] = {}
+        self._path = config.node_socket
+        self._listener = _listen(attach_address(config), self._path)
+        self.endpoint = message_endpoint(config, incarnation)
+        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.rcvhwm = self._router.sndhwm = 100_000
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+        self._router.bind(self.endpoint)
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def all(self) -> list[Session]:
+        return list(self._by_token.values())
+
+    def workers_of(self, instance: str) -> int:
+        return sum(s.attach.kind == "worker" and s.attach.instance == instance for s in self._by_token.values())
+
+    def schedulers_of(self, instance: str) -> list[Session]:
+        return [s for s in self._by_token.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]
+
+    def poll_targets(self) -> list[Any]:
+        return [self._router, self._listener.fileno(), *self._by_fd, *self._newcomers]
+
+    def on_ready(self, target: Any) -> bool:
+        """Handle a readable target. True if the set of targets changed."""
+        if target is self._router:
+            self._receive()
+            return False
+        if target == self._listener.fileno():
+            return self._accept()
+        if target in self._newcomers:
+            self._admit(self._newcomers.pop(target))
+            return True
+        if target in self._by_fd:
+            return self._heard(self._by_fd[target])
+        return False
+
+    def send(self, session: Session, message: FromNode) -> None:
+        try:
+            self._router.send_multipart([session.token, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("client %s/%d does not read its messages; one dropped", session.attach.kind, session.sid)
+
+    def close(self) -> None:
+        for session in self.all():
+            self._end(session)
+        for sock in self._newcomers.values():
+            sock.close()
+        self._newcomers.clear()
+        self._listener.close()
+        if self._path:
+            _unlink(self._path)
+        if not self._router.closed:
+            self._router.close()
+            if self.endpoint.startswith("ipc:///"):
+                _unlink(self.endpoint.removeprefix("ipc://"))
+
+    # -------------------------------------------------------- inside
+
+    def _receive(self) -> None:
+        # Bounded, so that one talkative client cannot keep the loop from transfers and peers.
+        for _ in range(256):
+            try:
+                frames = self._router.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            session = self._by_token.get(frames[0])
+            if session is None or len(frames) != 2:
+                self._on_bad_frame("client")
+                continue
+            try:
+                message: ToNode = decode(frames[1], ToNode)
+            except BadFrame:
+                self._on_bad_frame("client")
+                continue
+            self._on_message(session, message)
+
+    def _accept(self) -> bool:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return False
+        sock.setblocking(False)
+        if len(self._by_token) + len(self._newcomers) >= _MAX_SESSIONS or not self._trusted(sock):
+            sock.close()
+            return False
+        self._newcomers[sock.fileno()] = sock
+        return True
+
+    def _trusted(self, sock: socket.socket) -> bool:
+        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid in (os.getuid(), 0) or (self._group is not None and gid == self._group):
+            return True
+        logger.warning("refused process %d of user %d: not this node's user nor in node_group", pid, uid)
+        return False
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            attach: Attach = decode(sock.recv(65536), Attach)
+        except (BadFrame, OSError):
+            self._on_bad_frame("attach")
+            sock.close()
+            return
+        refusal = None
+        if attach.version != CLIENT_PROTOCOL_VERSION:
+            refusal = f"client speaks version {attach.version}, this node speaks {CLIENT_PROTOCOL_VERSION}"
+        elif attach.kind not in KINDS:
+            refusal = f"kind={attach.kind!r}; accepted: {', '.join(KINDS)}"
+        try:
+            if refusal is not None:
+                sock.send(encode(AttachRefused(refusal)))
+                sock.close()
+                return
+            token = b"\x01" + os.urandom(15)  # ZMQ keeps routing ids that start with zero for itself
+            socket.send_fds(sock, [encode(self._describe(token))], [self._arena_fd])
+        except OSError as error:
+            logger.warning("a client went away while attaching: %s", error)
+            sock.close()
+            return
+        session = Session(next(self._ids), sock, attach, token)
+        self._by_token[token] = session
+        self._by_fd[sock.fileno()] = session
+        logger.info("attached: %s %s rank %d", attach.kind, attach.instance, attach.rank)
+
+    def _heard(self, session: Session) -> bool:
+        """After attaching, a client says nothing on its Unix socket: readable means that it is gone."""
+        try:
+            if session.sock.recv(4096):
+                return False
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a reset is a death like any other
+        self._receive()  # what it said before it died still counts: commits are complete entries
+        self._end(session)
+        return True
+
+    def _end(self, session: Session) -> None:
+        if self._by_token.pop(session.token, None) is None:
+            return
+        self._by_fd.pop(session.sock.fileno(), None)
+        session.sock.close()
+        logger.info("gone: %s %s rank %d", session.attach.kind, session.attach.instance, session.attach.rank)
+        self._on_closed(session)
+
+
+def _listen(address: str, path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        try:
+            listener.bind(address)
+        except OSError:
+            if not path or not _is_stale(path):
+                raise
+            _unlink(path)
+            listener.bind(address)
+        if path:
+            os.chmod(path, 0o660)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AlreadyRunning(f"a node already listens on {address!r}") from None
+        raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror}") from None
+    return listener
+
+
+def _is_stale(path: str) -> bool:
+    """A socket file whose owner was killed refuses connections."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

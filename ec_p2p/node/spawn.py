@@ -1,0 +1,83 @@
+"""Starting the host's node when there is none.
+
+Owns the command line of a spawned node and the lock that keeps several clients from starting several. The node
+outlives whoever starts it: it is reparented at once, so that vLLM's way of stopping (kill the whole process tree)
+does not reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+
+from ec_p2p.config import Config, as_settings
+from ec_p2p.node.address import spawn_lock_address
+
+logger = logging.getLogger(__name__)
+
+
+def node_command(config: Config) -> list[str]:
+    """How a node with this configuration is started by hand, apart from `--spawned`."""
+    return [
+        sys.executable,
+        "-m",
+        "ec_p2p.cli",
+        "node",
+        "--name",
+        config.name,
+        "--settings",
+        json.dumps(as_settings(config)),
+    ]
+
+
+class Spawning:
+    """One attempt to start the node, and the lock on it. Close it once the node answers or the attempt is given up."""
+
+    def __init__(self, lock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._lock = lock
+        self._process = process
+
+    @classmethod
+    def begin(cls, config: Config) -> Spawning | None:
+        """Start the node, detached. None if another client is doing so right now, or the command cannot run."""
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            lock.bind(spawn_lock_address(config))
+        except OSError:
+            lock.close()
+            return None
+        try:
+            process = subprocess.Popen(
+                [*node_command(config), "--spawned"],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+                stderr=None,
+            )
+        except OSError as error:
+            logger.warning("cannot start the host's node: %s", error)
+            lock.close()
+            return None
+        return cls(lock, process)
+
+    def failed(self) -> bool:
+        """True if the launcher ended with an error. (It always ends soon: the node itself is detached from it.)"""
+        return self._process.poll() not in (None, 0)
+
+    def close(self) -> None:
+        """Reap the launcher, which detaches within a fraction of a second, and let others try."""
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._lock.close()
+
+
+def _has_fileno(stream: object) -> bool:
+    try:
+        return isinstance(stream.fileno(), int)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -1,0 +1,213 @@
+"""Tensors in and out of the arena, on the worker's side.
+
+Owns a worker's write windows and the copies themselves. It must never hand out a tensor that aliases the arena, and
+never wait for the node inside a model step, except a moment for a window when none is left: losing an encoder output
+costs more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import torch
+
+from ec_p2p.node.client import Detached, NodeClient
+from ec_p2p.node.messages import (
+    CloseWindow,
+    Commit,
+    FromNode,
+    NoWindow,
+    OpenWindow,
+    SaveSkipped,
+    Window,
+)
+
+logger = logging.getLogger(__name__)
+
+_ALIGN = 4096
+_WINDOW_WAIT_S = 0.05
+_RETRY_S = 0.5
+
+
+class Place(NamedTuple):
+    """Where a promised entry lies: `nbytes` bytes at `offset` of that incarnation's arena, (rows, dim) of `dtype`."""
+
+    incarnation: bytes
+    lease: int
+    offset: int
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def view(buffer: memoryview, offset: int, rows: int, dim: int, dtype: str) -> torch.Tensor:
+    """A (rows, dim) tensor over arena bytes. It aliases them: copy before the lease or the window ends."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if rows * dim == 0:
+        return torch.empty((rows, dim), dtype=kind)
+    flat = torch.frombuffer(buffer, dtype=kind, count=rows * dim, offset=offset)
+    return flat.view(rows, dim)
+
+
+class Loader:
+    """Copies promised entries out of the arena."""
+
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
+
+    def load(self, place: Place, device: torch.device | str) -> torch.Tensor:
+        """A fresh (rows, dim) tensor on `device`. Raises LookupError if that node's arena was never mapped here."""
+        arena = self._client.arena(place.incarnation)
+        if arena is None and self._client.attach(1.0):
+            arena = self._client.arena(place.incarnation)
+        if arena is None:
+            raise LookupError(f"the arena of node incarnation {place.incarnation.hex()[:8]} is not mapped")
+        source = view(arena.buffer, place.offset, place.rows, place.dim, place.dtype)
+        return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+
+
+class Saver:
+    """Copies encoder outputs into write windows and tells the node about each."""
+
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
+        self._incarnation = b""
+        self._windows: list[_WriteWindow] = []
+        self._asked: dict[int, int] = {}
+        self._not_before = 0.0
+        self._window_bytes = client.config.window_size
+
+    def prepare(self) -> None:
+        """Take in the node's answers and keep a full window in reserve. Never waits."""
+        if self._client.attach():
+            self._take_in(self._client.poll())
+            self._renew()
+
+    def save(self, identity: bytes, tensor: torch.Tensor) -> str:
+        """Copy `tensor`, of shape (rows, dim), and commit it. When this returns, the tensor may be overwritten.
+
+        Returns 'saved', or why not: 'layout' (not two dimensions, or a dtype that is not shared), 'too_large',
+        'no_window', 'detached'.
+        """
+        if not self._client.attach():
+            return "detached"
+        outcome = self._save(identity, tensor)
+        if outcome not in ("saved", "detached"):
+            self._client.send(SaveSkipped(outcome))
+        self._renew()
+        return outcome
+
+    def close(self) -> None:
+        """Give the windows back."""
+        for window in self._windows:
+            self._client.send(CloseWindow(window.window))
+        self._windows.clear()
+
+    # -------------------------------------------------------- inside
+
+    def _save(self, identity: bytes, tensor: torch.Tensor) -> str:
+        if tensor.dim() != 2:
+            return "layout"
+        rows, dim = tensor.shape
+        nbytes = tensor.numel() * tensor.element_size()
+        self._take_in(self._client.poll())
+        window = self._window_for(nbytes)
+        if window is None:
+            attached = self._client.attached
+            if attached is None:
+                return "detached"
+            return "too_large" if nbytes > attached.slab_bytes else "no_window"
+        arena = self._client.arena(self._incarnation)
+        assert arena is not None
+        offset = window.take(nbytes)
+        with torch.no_grad():
+            view(arena.buffer, offset, rows, dim, dtype_name(tensor.dtype)).copy_(tensor)
+        self._client.send(Commit(window.window, identity, offset, nbytes, rows, dim, dtype_name(tensor.dtype)))
+        return "saved"
+
+    def _window_for(self, nbytes: int) -> _WriteWindow | None:
+        for window in self._windows:
+            if window.room >= nbytes:
+                return window
+        # None fits: an item larger than any before, or a burst. One round trip now, larger windows from here on.
+        attached = self._client.attached
+        if attached is None or nbytes > attached.slab_bytes:
+            return None
+        request = self._ask(max(nbytes, self._window_bytes))
+        deadline = time.monotonic() + _WINDOW_WAIT_S
+        while request in self._asked and (left := deadline - time.monotonic()) > 0:
+            self._take_in(self._client.poll(left))
+        for window in self._windows:
+            if window.room >= nbytes:
+                return window
+        return None
+
+    def _renew(self) -> None:
+        """Ask for the next window while the current one still has room, so that no save ever waits for one."""
+        exhausted = [window for window in self._windows if window.room < window.nbytes // 4]
+        fresh = len(self._windows) - len(exhausted)
+        if fresh or self._asked or time.monotonic() < self._not_before:
+            return
+        self._ask(self._window_bytes)
+
+    def _ask(self, nbytes: int) -> int:
+        request = self._client.next_id()
+        if self._client.send(OpenWindow(request, nbytes)):
+            self._asked[request] = nbytes
+        return request
+
+    def _take_in(self, messages: list[FromNode | Detached]) -> None:
+        for message in messages:
+            if isinstance(message, Window):
+                if self._asked.pop(message.request, None) is not None:
+                    self._adopt(_WriteWindow(message.window, message.offset, message.nbytes))
+            elif isinstance(message, NoWindow):
+                self._asked.pop(message.request, None)
+                self._not_before = time.monotonic() + _RETRY_S
+            elif isinstance(message, Detached):
+                self._forget_windows()
+        if self._client.incarnation != self._incarnation:
+            self._forget_windows()
+            self._incarnation = self._client.incarnation
+
+    def _adopt(self, window: _WriteWindow) -> None:
+        """Use the new window, and give back the exhausted one that it replaces."""
+        if len(self._windows) >= 2:
+            self._windows.sort(key=lambda known: known.room)
+            self._client.send(CloseWindow(self._windows.pop(0).window))
+        self._windows.append(window)
+
+    def _forget_windows(self) -> None:
+        self._windows.clear()
+        self._asked.clear()
+        self._not_before = 0.0
+
+
+class _WriteWindow:
+    """A stretch of the arena that only this process writes to, filled from the front."""
+
+    __slots__ = ("_next", "_start", "nbytes", "window")
+
+    def __init__(self, window: int, offset: int, nbytes: int) -> None:
+        self.window = window
+        self.nbytes = nbytes
+        self._start = offset
+        self._next = offset
+
+    @property
+    def room(self) -> int:
+        return self._start + self.nbytes - self._next
+
+    def take(self, nbytes: int) -> int:
+        """Offset of `nbytes` that nobody else gets; a zero-byte entry takes a page, for it needs an extent of its
+        own."""
+        offset = self._next
+        self._next += max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        return offset

@@ -1,0 +1,257 @@
+"""Wants: requests of this host's instances for entries, until each item is answered.
+
+Owns who waits for what. It must never move bytes: it asks `Sources` what is where and tells `Fetches` to start. An
+item is answered exactly once, by Landed (with a lease) or by Missing (with one of MISSING_REASONS):
+
+    NEW --held here, right rows--> LANDED
+    NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then MISSING
+    NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
+    NEW --nothing of the kind--> MISSING
+    any --deadline--> MISSING
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ec_p2p.engine.cpu import Entry, LocalCPUBackend
+from ec_p2p.node.counters import Counters
+from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
+from ec_p2p.node.leases import Leases
+from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
+from ec_p2p.node.sessions import Session
+
+
+class Sources(Protocol):
+    """Where an entry might come from, as the node knows it now."""
+
+    def holders(self, identity: bytes) -> list[Holder]:
+        """Other nodes that advertise it as resident, best first."""
+        ...
+
+    def being_encoded(self, identity: bytes, instance: str) -> bool:
+        """Whether some other instance has announced that it is computing it."""
+        ...
+
+
+class Waiting:
+    """One want with unanswered items."""
+
+    __slots__ = ("deadline", "expect_until", "expecting", "open", "retried", "session", "want")
+
+    def __init__(self, session: Session, want: Want, now: float) -> None:
+        self.session = session
+        self.want = want
+        self.deadline = now + want.wait_ms / 1000
+        self.expect_until = now + want.expect_ms / 1000
+        self.expecting = want.expect_ms > 0
+        self.open = set(range(len(want.items)))
+        self.retried: set[int] = set()
+
+
+class Wants:
+    """All unanswered wants of one node. Used by the node's loop only."""
+
+    def __init__(
+        self,
+        backend: LocalCPUBackend,
+        fetches: Fetches,
+        leases: Leases,
+        sources: Sources,
+        counters: Counters,
+        send: Callable[[Session, FromNode], None],
+        readers_ready: Callable[[Session, int], bool],
+    ) -> None:
+        self._backend = backend
+        self._fetches = fetches
+        self._leases = leases
+        self._sources = sources
+        self._counters = counters
+        self._send = send
+        self._readers_ready = readers_ready
+        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._by_identity: dict[bytes, set[tuple[tuple[int, int], int]]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self, session: Session, want: Want, now: float) -> None:
+        """Answer what can be answered at once; keep the rest until it lands, fails or is late."""
+        waiting = Waiting(session, want, now)
+        self._waiting[session.sid, want.want] = waiting
+        if not self._readers_ready(session, want.readers):
+            for index in range(len(want.items)):
+                self._missing(waiting, index, "no_readers")
+        else:
+            for index in self._refuse_what_cannot_fit(waiting):
+                self._try(waiting, index, now)
+        for index in waiting.open:
+            self._by_identity[want.items[index].identity].add(((session.sid, want.want), index))
+            self._send(session, Pending(want.want, index, self._why(want.items[index].identity, session)))
+        self._retire(waiting)
+
+    def forget(self, session: Session, want: int) -> None:
+        waiting = self._waiting.pop((session.sid, want), None)
+        if waiting is not None:
+            self._unindex(waiting)
+        self._leases.forget_want(session.sid, want)
+
+    def forget_session(self, session: Session) -> None:
+        for sid, want in [key for key in self._waiting if key[0] == session.sid]:
+            self._unindex(self._waiting.pop((sid, want)))
+        self._leases.end_all(session.sid)
+
+    def wanted(self, identity: bytes) -> bool:
+        return bool(self._by_identity.get(identity))
+
+    def changed(self, identity: bytes, now: float) -> None:
+        """Something about this entry is new: stored here, advertised elsewhere, or its fetch ended."""
+        for waiting, index in self._waiters(identity):
+            self._try(waiting, index, now)
+            self._retire(waiting)
+
+    def landed(self, entry: Entry, started_at: float) -> None:
+        """A fetch has landed: everybody who waited gets a lease before anything else may evict the entry."""
+        for waiting, index in self._waiters(entry.identity):
+            self._answer(waiting, index, entry, "remote", started_at)
+            self._retire(waiting)
+
+    def failed(self, identity: bytes, reason: str, now: float) -> None:
+        """A fetch has failed. The holders it tried may be outdated: look once more before giving up."""
+        for waiting, index in self._waiters(identity):
+            if reason == "failed" and index not in waiting.retried:
+                waiting.retried.add(index)
+                self._try(waiting, index, now, otherwise="failed")
+            else:
+                self._missing(waiting, index, reason)
+            self._retire(waiting)
+
+    def tick(self, now: float) -> None:
+        """Answer what has waited too long."""
+        for waiting in list(self._waiting.values()):
+            if now >= waiting.deadline:
+                for index in list(waiting.open):
+                    self._missing(waiting, index, "deadline")
+            elif waiting.expecting and now >= waiting.expect_until:
+                waiting.expecting = False
+                for index in list(waiting.open):
+                    if waiting.want.items[index].identity not in self._fetches:
+                        self._try(waiting, index, now)
+            self._retire(waiting)
+
+    def deadlines(self) -> Iterable[float]:
+        for waiting in self._waiting.values():
+            yield waiting.deadline
+            if waiting.expecting:
+                yield waiting.expect_until
+
+    # -------------------------------------------------------- inside
+
+    def _refuse_what_cannot_fit(self, waiting: Waiting) -> list[int]:
+        """Indices worth trying; the others could never be in the arena together with those before them."""
+        sizes: list[int] = []
+        fitting: list[int] = []
+        for index, item in enumerate(waiting.want.items):
+            size = self._known_size(item.identity)
+            if size and not self._backend.fits_together([*sizes, size]):
+                self._missing(waiting, index, "too_large")
+            else:
+                sizes.append(size)
+                fitting.append(index)
+        return fitting
+
+    def _known_size(self, identity: bytes) -> int:
+        entry = self._backend.peek(identity)
+        if entry is not None:
+            return entry.nbytes
+        for _, advert in self._sources.holders(identity):
+            return landing_bytes(advert.nbytes)
+        return 0
+
+    def _try(self, waiting: Waiting, index: int, now: float, otherwise: str = "no_source") -> None:
+        item = waiting.want.items[index]
+        entry = self._backend.get(item.identity)
+        if entry is not None:
+            self._answer(waiting, index, entry, "local", None)
+            return
+        if item.identity in self._fetches:
+            return
+        if not waiting.want.local_only:
+            holders = self._sources.holders(item.identity)
+            fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
+            if fitting:
+                # Indexed first: a fetch may end inside `start`, and whoever waits is found through the index.
+                self._by_identity[item.identity].add(((waiting.session.sid, waiting.want.want), index))
+                self._fetches.start(item.identity, fitting, now, waiting.deadline)
+                return
+            if holders:
+                self._missing(waiting, index, "rows")
+                return
+        if self._sources.being_encoded(item.identity, waiting.session.attach.instance):
+            return
+        if waiting.expecting:
+            return
+        self._missing(waiting, index, otherwise)
+
+    def _why(self, identity: bytes, session: Session) -> str:
+        if identity in self._fetches:
+            return "fetching"
+        return "encoding" if self._sources.being_encoded(identity, session.attach.instance) else "expected"
+
+    def _waiters(self, identity: bytes) -> list[tuple[Waiting, int]]:
+        found = []
+        for key, index in sorted(self._by_identity.get(identity, ())):
+            waiting = self._waiting.get(key)
+            if waiting is not None and index in waiting.open:
+                found.append((waiting, index))
+        return found
+
+    def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, fetch_started_at: float | None) -> None:
+        want, item = waiting.want, waiting.want.items[index]
+        if item.rows not in (0, entry.rows):
+            self._missing(waiting, index, "rows")
+            return
+        lease = self._leases.grant(waiting.session.sid, want.want, want.readers, self._backend.pin(entry))
+        self._close_item(waiting, index)
+        seconds = 0.0 if fetch_started_at is None else time.monotonic() - fetch_started_at
+        self._counters.add("wants", outcome=source)
+        self._send(
+            waiting.session,
+            Landed(
+                want.want,
+                index,
+                lease.lease,
+                entry.offset,
+                entry.nbytes,
+                entry.rows,
+                entry.dim,
+                entry.dtype,
+                source,
+                seconds,
+            ),
+        )
+
+    def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
+        self._close_item(waiting, index)
+        self._counters.add("wants", outcome=reason)
+        self._send(waiting.session, Missing(waiting.want.want, index, reason))
+
+    def _close_item(self, waiting: Waiting, index: int) -> None:
+        waiting.open.discard(index)
+        identity = waiting.want.items[index].identity
+        waiters = self._by_identity.get(identity)
+        if waiters is not None:
+            waiters.discard(((waiting.session.sid, waiting.want.want), index))
+            if not waiters:
+                del self._by_identity[identity]
+
+    def _unindex(self, waiting: Waiting) -> None:
+        for index in list(waiting.open):
+            self._close_item(waiting, index)
+
+    def _retire(self, waiting: Waiting) -> None:
+        if not waiting.open:
+            self._waiting.pop((waiting.session.sid, waiting.want.want), None)
