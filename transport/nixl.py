@@ -1,44 +1,46 @@
 """NIXL over UCX: one-sided READs between two arenas.
 
-Owns the process's one NIXL agent, what is registered with it, the peers it knows and the handles of READs in flight. It
-must never free, or let go of, a handle that the library may still be working on, and never spin: without a progress
-thread, everything happens inside `progress` and `Reading.poll`.
-
-Transfers go to the binding layer directly. That saves a third of a small READ's cost, and it keeps the life of a
-handle in our hands: the wrapper objects release theirs whenever they happen to be collected.
+Owns the process's one NIXL agent, what is registered with it, and its connections. It must never drop a connection
+while a READ may still write into landing memory: such a READ is reported as an error, and yet writes on as soon as a
+peer that was stopped wakes up. So a forgotten peer stays connected until its READs have ended by themselves.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import mmap
 import os
-from bisect import bisect_left, bisect_right
-from collections import deque
+import time
 from collections.abc import Sequence
+from ctypes import addressof, c_char
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import msgpack
-
 from ec_p2p.transport import NIXL_PACKAGES
+from ec_p2p.transport.checks import check_next_range, check_span, pack_card, unpack_card
 from ec_p2p.transport.interface import Span, State, TransportError
+from ec_p2p.transport.nixl_reading import NixlReading, Peer, Stretches, cut
+
+logger = logging.getLogger(__name__)
 
 CARD_VERSION = 1
-MAX_CARD_BYTES = 4 << 20
-MAX_RANGES = 1 << 14
-PIECE_BYTES = 8 << 20
-"""Shared-memory READs copy inside the call that posts them, so a long one goes out in pieces, one per poll."""
 
 _ENVIRONMENT = {
-    # Keepalives make a READ from a stopped but living process hang; a dead one is reported without them too.
+    # With keepalives, a READ from a process that is stopped never ends; a dead one is noticed without them, too.
     "UCX_KEEPALIVE_INTERVAL": "inf",
-    # UCX would take SIGHUP for itself and flood the log on it.
+    # UCX would take SIGHUP for itself and answer it with a flood of messages.
     "UCX_DEBUG_SIGNO": "0",
+    # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
+    "UCX_TCP_SYN_CNT": "3",
     "NIXL_LOG_LEVEL": "ERROR",
 }
-
-_Descs = list[tuple[int, int, int]]
-_Batch = tuple[_Descs, _Descs]
+_PROGRESS_DELAY_US = 100_000
+"""The library's thread sleeps until something happens, but looks for itself this often."""
+_RECONNECT_S = 1.0
+_CLOSE_S = 1.0
+_GREETING_BYTES = 64
 
 
 def _import_nixl() -> ModuleType:
@@ -53,268 +55,244 @@ def _import_nixl() -> ModuleType:
     raise TransportError(f"NIXL cannot be imported ({'; '.join(refusals)})")
 
 
-def _said(error: BaseException) -> str:
+def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _Ranges:
-    """Adjacent registered ranges of one arena, from offset 0. A READ may use bytes of one range only."""
+class Agent:
+    """The library's agent and its handles. Methods raise whatever the library does, unless they end something.
 
-    def __init__(self, ends: Sequence[int] = ()) -> None:
-        self.ends = list(ends)
+    Uses the binding layer: a small READ costs a third less than through the wrapper above it, the delay of the progress
+    thread can be chosen (the wrapper's makes it spin), and a handle is released when we say so, not when it happens to
+    be collected."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def check(self, whose: str, offset: int, nbytes: int) -> None:
-        index = bisect_right(self.ends, offset)
-        if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
-            raise TransportError(
-                f"{whose}: {nbytes} bytes at offset {offset} are not within the registered bytes 0..{self.nbytes}"
-            )
-        if bisect_left(self.ends, offset + nbytes) != index:
-            raise TransportError(
-                f"{whose}: {nbytes} bytes at offset {offset} cross the end of a registered range at {self.ends[index]}"
-            )
-
-
-class _Peer:
-    """What a card said about a peer."""
-
-    def __init__(self, base: int, ranges: _Ranges) -> None:
-        self.base = base
-        self.ranges = ranges
-        self.forgotten = False
-
-
-class NixlReading:
-    """See `Reading`. `error` says why it FAILED; it is empty before."""
-
-    __slots__ = ("_agent", "_batches", "_handles", "_peer", "_state", "error", "peer")
-
-    def __init__(self, agent: _Agent, name: str, peer: _Peer, batches: deque[_Batch]) -> None:
-        self.peer = name
-        self.error = ""
-        self._agent = agent
-        self._peer = peer
-        self._batches = batches
-        self._handles: list[int] = []
-        self._state = State.POSTED
-
-    def poll(self) -> State:
-        if self._state is not State.POSTED:
-            return self._state
-        if self._handles:
-            self._handles = [handle for handle in self._handles if self._in_progress(handle)]
-        if self._peer.forgotten and self._batches:
-            self._fail("the peer was forgotten")
-        self._post()
-        if not self._handles and not self._batches:
-            self._state = State.FAILED if self.error else State.DONE
-        return self._state
-
-    def release(self) -> bool:
-        if self._state is State.POSTED:
-            # What has not been posted yet never will be; the rest must become terminal first.
-            self._fail("released by the reader")
-            self.poll()
-        return self._state is not State.POSTED
-
-    def _post(self) -> None:
-        """Post batches until one completes inside its own call: then the caller's loop gets a turn first."""
-        while self._batches:
-            local, remote = self._batches.popleft()
-            try:
-                handle, done = self._agent.post(self.peer, local, remote)
-            except Exception as error:  # the library's errors share no base class
-                self._fail(_said(error))
-                return
-            if done:
-                return
-            self._handles.append(handle)
-
-    def _in_progress(self, handle: int) -> bool:
-        try:
-            if not self._agent.done(handle):
-                return True
-        except Exception as error:
-            self._fail(_said(error))
-        self._agent.free(handle)
-        return False
-
-    def _fail(self, why: str) -> None:
-        self._batches.clear()
-        self.error = self.error or f"READ from {self.peer}: {why}"
-
-
-class _Agent:
-    """The few binding calls that transfers need, bound once."""
-
-    def __init__(self, api: ModuleType, agent: Any) -> None:
-        bind = api.nixlBind
-        self._descs = bind.nixlXferDList
-        self._dram = bind.DRAM_SEG
-        self._read = bind.NIXL_READ
+    def __init__(self, name: str, backend: str) -> None:
+        bind = _import_nixl().nixlBind
+        config = bind.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        self._bind = bind
         self._success = bind.NIXL_SUCCESS
-        self._in_progress = bind.NIXL_IN_PROG
-        self._create = agent.agent.createXferReq
-        self._start = agent.agent.postXferReq
-        self._status = agent.agent.getXferStatus
-        self._release = agent.agent.releaseXferReq
+        self._handles: set[int] = set()
+        self._nixl: Any = bind.nixlAgent(name, config)
+        self._nixl.createBackend(backend, {})
 
-    def post(self, peer: str, local: _Descs, remote: _Descs) -> tuple[int, bool]:
-        """Start a READ. Returns its handle and False, or, when it is already done and freed, True."""
-        handle = self._create(self._read, self._descs(self._dram, local), self._descs(self._dram, remote), peer)
+    def register(self, address: int, nbytes: int) -> None:
+        self._nixl.registerMem(self._bind.nixlRegDList(self._bind.DRAM_SEG, [(address, nbytes, 0, "")]), [])
+
+    def metadata(self) -> bytes:
+        metadata: bytes = self._nixl.getLocalMD()
+        return metadata
+
+    def load(self, metadata: bytes) -> str:
+        """Learn of a peer, or of more of its memory. Returns its name."""
+        name: bytes = self._nixl.loadRemoteMD(metadata)
+        return name.decode(errors="replace")
+
+    def drop(self, peer: str) -> None:
+        """Disconnect from a peer. It may be gone already: the library drops a peer of which a READ fails."""
         try:
-            done = self._is_done(self._start(handle))
+            self._nixl.invalidateRemoteMD(peer)
+        except Exception as error:
+            logger.debug("dropping %s: %s", peer, _said(error))
+
+    def post(self, peer: str, local: Stretches, remote: Stretches) -> int | None:
+        """Start a READ. Returns its handle, or None when it is done already."""
+        bind, nixl = self._bind, self._nixl
+        here, there = bind.nixlXferDList(bind.DRAM_SEG, local), bind.nixlXferDList(bind.DRAM_SEG, remote)
+        handle: int = nixl.createXferReq(bind.NIXL_READ, here, there, peer)
+        try:
+            done = nixl.postXferReq(handle) == self._success
         except Exception:
-            self.free(handle)
+            nixl.releaseXferReq(handle)
             raise
         if done:
-            self.free(handle)
-        return handle, done
+            nixl.releaseXferReq(handle)
+            return None
+        self._handles.add(handle)
+        return handle
 
-    def done(self, handle: int) -> bool:
-        return self._is_done(self._status(handle))
-
-    def free(self, handle: int) -> None:
+    def ended(self, handle: int) -> bool:
+        """Whether the READ is done. Its handle is then gone, as it is after an error."""
+        if handle not in self._handles:
+            raise TransportError("the transport was closed")
+        try:
+            if self._nixl.getXferStatus(handle) != self._success:
+                return False
+        except Exception:
+            self._release(handle)
+            raise
         self._release(handle)
+        return True
 
-    def _is_done(self, status: Any) -> bool:
-        if status == self._success:
-            return True
-        if status == self._in_progress:
-            return False
-        raise TransportError(f"unexpected status {status}")
+    def _release(self, handle: int) -> None:
+        self._handles.remove(handle)
+        self._nixl.releaseXferReq(handle)
+
+    def drain_notifications(self) -> None:
+        """We send none; a peer that does must not fill our memory with them."""
+        try:
+            self._nixl.getNotifs({}, [])
+        except Exception as error:
+            logger.warning("NIXL gives no notifications: %s", _said(error))
+
+    def close(self) -> None:
+        """Give READs in flight a moment, then end the agent: without it nothing writes any more."""
+        give_up_at = time.monotonic() + _CLOSE_S
+        while self._handles and time.monotonic() < give_up_at:
+            for handle in list(self._handles):
+                try:
+                    self.ended(handle)
+                except Exception as error:
+                    logger.debug("a READ ended while closing: %s", _said(error))
+            time.sleep(0.001)
+        self._handles.clear()
+        self._nixl = None
 
 
 class NixlTransport:
-    """See `Transport`. `name` must be unique in the fleet; one per process, because UCX wants it so.
+    """See `Transport`. UCX wants one per process at a time.
 
-    base, nbytes: the whole mapping of the arena in this process, registered or not."""
+    name: one that no other transport of the fleet has or had; peers know us by it. base, nbytes: the arena's mapping in
+    this process, registered or not. Raises TransportError."""
+
+    kind = "nixl"
 
     def __init__(self, name: str, base: int, nbytes: int, *, backend: str = "UCX") -> None:
         self.name = name
         self._base = base
         self._nbytes = nbytes
-        self._ranges = _Ranges()
-        self._peers: dict[str, _Peer] = {}
+        self._ends: list[int] = []
+        self._peers: dict[str, Peer] = {}
+        self._greetings: list[NixlReading] = []
         self._card: bytes | None = None
-        self._registered: list[Any] = []
-        api = _import_nixl()
+        self._closed = False
+        # Every agent has a page that peers read to set the connection up: the arena may not be registered yet.
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._greeting = addressof(c_char.from_buffer(self._page))
         try:
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
-            self._nixl: Any = api.nixl_agent(name, config)
-        except Exception as error:
+            self._agent = Agent(name, backend)
+            self._agent.register(self._greeting, _GREETING_BYTES)
+        except Exception as error:  # the library's errors share no base class
             raise TransportError(f"cannot make a NIXL agent with backend {backend}: {_said(error)}") from error
-        if backend not in self._nixl.backends:
-            plugins = ", ".join(self._nixl.get_plugin_list())
-            raise TransportError(f"this NIXL has no backend {backend!r}; it has {plugins}")
-        self._agent = _Agent(api, self._nixl)
+
+    @property
+    def _registered(self) -> int:
+        return self._ends[-1] if self._ends else 0
 
     def register(self, offset: int, nbytes: int) -> None:
-        if offset != self._ranges.nbytes or nbytes <= 0 or offset + nbytes > self._nbytes:
-            raise TransportError(
-                f"cannot register {nbytes} bytes at offset {offset}: the next range starts at {self._ranges.nbytes} "
-                f"and ends by {self._nbytes}"
-            )
+        self._check_open()
+        check_next_range(offset, nbytes, self._registered, self._nbytes)
         try:
-            self._registered.append(self._nixl.register_memory([(self._base + offset, nbytes, 0, "")], "DRAM"))
+            self._agent.register(self._base + offset, nbytes)
         except Exception as error:
             raise TransportError(f"cannot register {nbytes} bytes at offset {offset}: {_said(error)}") from error
-        self._ranges.ends.append(offset + nbytes)
+        self._ends.append(offset + nbytes)
         self._card = None
 
     def card(self) -> bytes:
         if self._card is None:
-            metadata = self._nixl.get_agent_metadata()
-            card: bytes = msgpack.packb([CARD_VERSION, self.name, self._base, self._ranges.ends, metadata])
-            self._card = card
+            fields = (self._base, self._ends, self._greeting, self._agent.metadata())
+            self._card = pack_card(self.kind, CARD_VERSION, self.name, *fields)
         return self._card
 
     def connect(self, peer: str, card: bytes) -> None:
-        base, ranges, metadata = _parse_card(peer, card)
+        self._check_open()
+        base, ends, greeting, metadata = _parse(peer, card)
         if peer == self.name:
             raise TransportError(f"{peer} is this transport itself")
         known = self._peers.get(peer)
-        if known and known.base == base and known.ranges.ends == ranges.ends:
+        if known is None:
+            known = self._peers[peer] = Peer(self._agent, peer)
+        elif known.metadata == metadata and not known.broken:
+            known.forgotten = False
             return
-        try:
-            loaded = self._nixl.add_remote_agent(metadata).decode()
-            if loaded != peer:
-                raise TransportError(f"the metadata is of {loaded!r}")
-            self._nixl.make_connection(peer)
-        except Exception as error:
-            raise TransportError(f"cannot connect to {peer}: {_said(error)}") from error
-        if known:
-            known.base, known.ranges = base, ranges
+        known.forgotten = False
+        known.base, known.ends, known.greeting, known.metadata = base, ends, greeting, metadata
+        if known.broken:
+            self._reconnect(known)
         else:
-            self._peers[peer] = _Peer(base, ranges)
+            self._load(known)
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is None:
-            return
-        known.forgotten = True
-        self._nixl.remove_remote_agent(peer)
+        known = self._peers.get(peer)
+        if known is not None:
+            known.forgotten = True
+            self._drop_forgotten()
 
     def read(self, peer: str, spans: Sequence[Span]) -> NixlReading:
         known = self._peers.get(peer)
-        if known is None:
-            raise TransportError(f"unknown peer {peer!r}")
-        reading = NixlReading(self._agent, peer, known, self._batches(peer, known, spans))
+        if known is None or known.forgotten:
+            raise TransportError(f"unknown peer {peer}")
+        if not spans:
+            raise TransportError(f"a READ from {peer} without a span")
+        for remote, local, nbytes in spans:
+            check_span(f"peer {peer}", remote, nbytes, known.registered)
+            check_span("our arena", local, nbytes, self._registered)
+        if known.broken:
+            self._reconnect(known)
+        reading = NixlReading(known, cut(spans, self._base, self._ends, known.base, known.ends))
         reading.poll()
         if reading.error:
             raise TransportError(reading.error)
         return reading
 
     def progress(self) -> None:
-        self._nixl.get_new_notifs()
+        """Only tidies up: the library's own thread answers peers, as soon as they ask."""
+        if self._closed:
+            return
+        self._agent.drain_notifications()
+        self._greetings = [greeting for greeting in self._greetings if greeting.poll() is State.POSTED]
+        self._drop_forgotten()
 
     def sockets(self) -> Sequence[object]:
         return ()
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.forget(peer)
+        if not self._closed:
+            self._closed = True
+            self._agent.close()
+            self._peers.clear()
 
-    def _batches(self, peer: str, known: _Peer, spans: Sequence[Span]) -> deque[_Batch]:
-        batches: deque[_Batch] = deque()
-        room = 0
-        for remote, local, nbytes in spans:
-            known.ranges.check(f"peer {peer}", remote, nbytes)
-            self._ranges.check("our arena", local, nbytes)
-            source, target = known.base + remote, self._base + local
-            while nbytes:
-                if not room:
-                    here: _Descs = []
-                    there: _Descs = []
-                    batches.append((here, there))
-                    room = PIECE_BYTES
-                piece = min(room, nbytes)
-                here.append((target, piece, 0))
-                there.append((source, piece, 0))
-                source, target, nbytes, room = source + piece, target + piece, nbytes - piece, room - piece
-        if not batches:
-            raise TransportError(f"a READ from {peer} needs at least one span")
-        return batches
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the transport is closed")
+
+    def _load(self, peer: Peer) -> None:
+        try:
+            named = self._agent.load(peer.metadata)
+            if named != peer.name:
+                self._agent.drop(named)
+                raise TransportError(f"its metadata is of {named!r}")
+        except Exception as error:
+            peer.broken = True
+            raise TransportError(f"cannot connect to {peer.name}: {_said(error)}") from error
+        peer.broken = False
+        # The library connects with the first READ only, which takes milliseconds, or more where a wire is involved.
+        page = Span(0, 0, _GREETING_BYTES)
+        ends = [_GREETING_BYTES]
+        self._greetings.append(NixlReading(peer, cut((page,), self._greeting, ends, peer.greeting, ends)))
+        self._greetings[-1].poll()
+
+    def _reconnect(self, peer: Peer) -> None:
+        now = time.monotonic()
+        if peer.in_flight or now < peer.reconnect_at:
+            raise TransportError(f"the connection to {peer.name} is broken")
+        peer.reconnect_at = now + _RECONNECT_S
+        self._agent.drop(peer.name)
+        self._load(peer)
+
+    def _drop_forgotten(self) -> None:
+        for peer in [peer for peer in self._peers.values() if peer.forgotten and not peer.in_flight]:
+            del self._peers[peer.name]
+            self._agent.drop(peer.name)
 
 
-def _parse_card(peer: str, card: bytes) -> tuple[int, _Ranges, bytes]:
-    """Base address, ranges and agent metadata of a card that claims to be of `peer`. Raises TransportError."""
-    if len(card) > MAX_CARD_BYTES:
-        raise TransportError(f"the card of {peer} has {len(card)} bytes; accepted: up to {MAX_CARD_BYTES}")
-    try:
-        fields = msgpack.unpackb(card, max_array_len=MAX_RANGES, max_ext_len=0, max_map_len=0)
-    except Exception as error:
-        raise TransportError(f"the card of {peer} cannot be read: {_said(error)}") from error
-    match fields:
-        case [int(version), str(name), int(base), list(ends), bytes(metadata)] if version == CARD_VERSION:
-            if name != peer:
-                raise TransportError(f"the card of {peer} is of {name!r}")
-            ascending = all(isinstance(end, int) for end in ends) and [0, *ends] == sorted({0, *ends})
-            if not ascending or base <= 0 or (ends and base + ends[-1] >= 1 << 64):
-                raise TransportError(f"the card of {peer} has ranges {ends[:4]!r} at base {base}, which cannot be")
-            return base, _Ranges(ends), metadata
-    raise TransportError(f"the card of {peer} is not a NIXL card of version {CARD_VERSION}")
+def _parse(peer: str, card: bytes) -> tuple[int, list[int], int, bytes]:
+    """Address of the arena, ends of its ranges, address of the greeting page, the agent's metadata."""
+    match unpack_card(card, NixlTransport.kind, CARD_VERSION, peer):
+        case [int(base), list(ends), int(greeting), bytes(metadata)]:
+            rising = all(isinstance(end, int) for end in ends) and all(a < b for a, b in pairwise([0, *ends]))
+            if rising and 0 < base < 1 << 63 and 0 < greeting < 1 << 63 and (not ends or ends[-1] < 1 << 62):
+                return base, ends, greeting, metadata
+    raise TransportError(f"the card of {peer} has no address, ranges and metadata that could be true")
