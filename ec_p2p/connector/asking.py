@@ -1,0 +1,303 @@
+"""The scheduler's conversation with the node: what it was asked, what it answered, which leases are ours.
+
+Owns wants and leases. It must never count on an answer: the node may be slow, frozen, gone or another one, and each of
+these is an event like others. Wants and leases carry the incarnation they belong to; nothing is said of one to another
+node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ec_p2p.config import Config
+from ec_p2p.connector.counts import Counts
+from ec_p2p.connector.request_state import Event, Item, Lease, RequestRecord, State
+from ec_p2p.node.client import Detached, NodeClient
+from ec_p2p.node.messages import FromNode, Landed, Missing, Saved, SaveSkipped, WantItem
+from ec_p2p.node.tensors import Place
+
+GRACE_S = 1.0
+"""The node keeps a want's deadline itself; this much later we stop believing that it lives."""
+NO_READERS_RETRY_S = 0.1
+REMEMBERED = 65536
+"""Identities of which we remember that the node holds them."""
+
+
+class _Want:
+    """One want at one node. `check`: vLLM has the items, the question is only whether the node has them too."""
+
+    __slots__ = ("check", "incarnation", "items", "unanswered")
+
+    def __init__(self, incarnation: bytes, items: Sequence[Item], check: bool) -> None:
+        self.incarnation = incarnation
+        self.items = list(items)
+        self.check = check
+        self.unanswered = len(items)
+
+
+class Asking:
+    """All wants and undispatched leases of one scheduler. Used by its thread only."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        config: Config,
+        counts: Counts,
+        *,
+        readers: int,
+        fetches: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._counts = counts
+        self._readers = readers
+        self._fetches = fetches
+        self._clock = clock
+        self._wants: dict[int, _Want] = {}
+        self._leases: dict[tuple[str, int], list[Lease]] = {}
+        self._held: dict[bytes, None] = {}
+        self._heard_at = clock()
+        self._silent = False
+        self.not_in_node: dict[str, bytes] = {}
+        """Identities, by identifier, of what checks have found that the node lacks; the owner takes them out."""
+
+    # -------------------------------------------------------- asking
+
+    def ask(self, record: RequestRecord, items: Sequence[Item]) -> None:
+        """Ask for `items`; each is WANTED after it, or MISSING, or, without media and without a node, as it was."""
+        now = self._clock()
+        due = [item for item in items if now >= item.retry_at]
+        if not due:
+            return
+        if not self._client.attach():
+            self._no_node(due, now)
+            return
+        for expect_s, group in (
+            (0.0, [item for item in due if item.has_media and not item.hinted]),
+            (self._config.expect_s, [item for item in due if item.hinted or not item.has_media]),
+        ):
+            if not group:
+                continue
+            number = self._send(group, expect_s=expect_s)
+            if not number:
+                self._no_node(group, now)
+                continue
+            record.wants.append(number)
+            for item in group:
+                item.apply(Event.ASKED)
+                self._set_deadline(item, now)
+
+    def check(self, items: Sequence[Item]) -> int:
+        """Ask whether the node holds what vLLM holds. Returns the want's id; 0 if there was nobody to ask."""
+        if not items or not self._client.attach():
+            return 0
+        number = self._send(items, expect_s=0.0, check=True)
+        for item in items if number else ():
+            item.checked = True
+        return number
+
+    def is_unanswered(self, want: int) -> bool:
+        found = self._wants.get(want)
+        return found is not None and found.unanswered > 0
+
+    def expire(self, items: Sequence[Item]) -> None:
+        """Give up on answers that are later than the node itself allows."""
+        now = self._clock()
+        for item in items:
+            if item.state is State.WANTED and now >= item.deadline:
+                self._silent = now - self._heard_at >= GRACE_S
+                self._missed(item, "node_silent")
+
+    def hear(self, timeout_s: float = 0.0) -> bool:
+        """Take in all that the node has said, after waiting at most `timeout_s` for the first of it. False: nothing."""
+        messages = self._client.poll(timeout_s)
+        if messages:
+            self._heard_at = self._clock()
+        for message in messages:
+            if isinstance(message, Detached):
+                self._detached(message.incarnation)
+            else:
+                self._take_in(message)
+        return bool(messages)
+
+    def announce(self, identities: Sequence[bytes]) -> None:
+        """Tell others that these are being encoded here."""
+        if identities and self._client.attach():
+            self._client.encoding(identities)
+
+    # -------------------------------------------------------- leases
+
+    def holds(self, item: Item) -> bool:
+        return (item.identifier, item.rows) in self._leases
+
+    def take(self, item: Item) -> Place | None:
+        """A lease for `item`, its own or another request's, given over to the workers: only they can end it now."""
+        leases = self._leases.get((item.identifier, item.rows))
+        if not leases:
+            return None
+        lease = next((found for found in leases if found.item is item), leases[0])
+        self._drop(lease)
+        if lease.item is not item:
+            lease.item.apply(Event.VOIDED)
+        if lease.place.incarnation == self._client.incarnation:
+            self._client.dispatched(lease.place.lease)
+        return lease.place
+
+    def release(self, item: Item) -> None:
+        """Give back the item's own lease, if it has one."""
+        lease = self._drop_own(item)
+        if lease is not None:
+            item.apply(Event.VOIDED)
+            self._release(lease.place.incarnation, lease.place.lease)
+
+    def forget(self, record: RequestRecord) -> None:
+        """The request needs nothing more. The node releases whatever it has leased, or will, for these wants."""
+        for item in record.items():
+            self._drop_own(item)
+            if item.state in (State.WANTED, State.LEASED):
+                item.apply(Event.VOIDED)
+        for number in record.wants:
+            want = self._wants.pop(number, None)
+            if want is not None and want.incarnation == self._client.incarnation:
+                self._client.forget(number)
+        record.wants.clear()
+
+    def is_held(self, identity: bytes) -> bool:
+        """Whether the node has told us that it holds this entry. It may have evicted it since."""
+        return identity in self._held
+
+    # -------------------------------------------------------- inside
+
+    def _send(self, items: Sequence[Item], *, expect_s: float, check: bool = False) -> int:
+        number = self._client.want(
+            [WantItem(item.identity, item.rows) for item in items],
+            readers=self._readers,
+            wait_s=self._config.fetch_timeout_s,
+            expect_s=expect_s,
+            local_only=check or not self._fetches,
+        )
+        if number:
+            self._wants[number] = _Want(self._client.incarnation, items, check)
+        return number
+
+    def _set_deadline(self, item: Item, now: float) -> None:
+        if item.has_media:
+            # While the node is silent, nobody who can help himself waits for it; whoever asks notices when it is back.
+            item.deadline = now + (0.0 if self._silent else self._config.fetch_timeout_s + GRACE_S)
+        elif not item.deadline:
+            item.deadline = now + self._config.fetch_timeout_s + GRACE_S
+
+    def _no_node(self, items: Sequence[Item], now: float) -> None:
+        for item in items:
+            self._set_deadline(item, now)
+            if item.has_media or now >= item.deadline:
+                self._missed(item, "detached")
+
+    def _missed(self, item: Item, reason: str) -> None:
+        item.apply(Event.MISSED)
+        item.reason = reason
+        if reason in ("deadline", "failed") and not item.placed:
+            self._counts.add("fetches", "failed", "remote")
+
+    def _take_in(self, message: FromNode) -> None:
+        self._silent = False
+        if isinstance(message, Landed):
+            self._landed(message)
+        elif isinstance(message, Missing):
+            self._missing(message)
+        elif isinstance(message, Saved):
+            self._hold(message.identity)
+            self._counts.add("saves", "saved")
+            self._counts.add("adverts")
+        elif isinstance(message, SaveSkipped):
+            self._counts.add("saves", message.reason)
+
+    def _answered(self, number: int, index: int) -> tuple[_Want, Item] | None:
+        want = self._wants.get(number)
+        if want is None:
+            # Forgotten. The node had not read our Forget when it answered; reading it, it released the lease.
+            return None
+        want.unanswered -= 1
+        if want.check and not want.unanswered:
+            del self._wants[number]
+        return want, want.items[index]
+
+    def _landed(self, landed: Landed) -> None:
+        found = self._answered(landed.want, landed.index)
+        if found is None:
+            return
+        want, item = found
+        self._hold(item.identity)
+        if want.check or item.state is not State.WANTED:
+            self._release(want.incarnation, landed.lease)
+            return
+        item.apply(Event.LANDED)
+        item.reason = landed.source
+        place = Place(
+            want.incarnation, landed.lease, landed.offset, landed.nbytes, landed.rows, landed.dim, landed.dtype
+        )
+        self._leases.setdefault((item.identifier, item.rows), []).append(Lease(item, place))
+        if item.placed:
+            return
+        self._counts.add("fetches", "landed", landed.source)
+        self._counts.add("fetched_bytes", landed.source, amount=landed.nbytes)
+        if landed.source == "remote":
+            self._counts.observe_fetch(landed.seconds)
+
+    def _missing(self, missing: Missing) -> None:
+        found = self._answered(missing.want, missing.index)
+        if found is None:
+            return
+        want, item = found
+        if want.check:
+            if missing.reason == "no_source":
+                self._held.pop(item.identity, None)
+                self.not_in_node[item.identifier] = item.identity
+        elif item.state is State.WANTED:
+            now = self._clock()
+            if missing.reason == "no_readers" and not item.has_media and now < item.deadline:
+                # The workers of this instance attach by themselves, some time after a new node has come up.
+                item.apply(Event.VOIDED)
+                item.retry_at = now + NO_READERS_RETRY_S
+            else:
+                self._missed(item, missing.reason)
+
+    def _detached(self, incarnation: bytes) -> None:
+        for number, want in list(self._wants.items()):
+            if want.incarnation == incarnation:
+                del self._wants[number]
+                for item in want.items:
+                    if item.state is State.WANTED:
+                        item.apply(Event.VOIDED)
+        for leases in list(self._leases.values()):
+            for lease in [found for found in leases if found.place.incarnation == incarnation]:
+                self._drop(lease)
+                lease.item.apply(Event.VOIDED)
+        self._held.clear()
+        self._silent = False
+
+    def _hold(self, identity: bytes) -> None:
+        self._held.pop(identity, None)
+        self._held[identity] = None
+        if len(self._held) > REMEMBERED:
+            del self._held[next(iter(self._held))]
+
+    def _drop(self, lease: Lease) -> None:
+        key = (lease.item.identifier, lease.item.rows)
+        leases = self._leases[key]
+        leases.remove(lease)
+        if not leases:
+            del self._leases[key]
+
+    def _drop_own(self, item: Item) -> Lease | None:
+        for lease in self._leases.get((item.identifier, item.rows), ()):
+            if lease.item is item:
+                self._drop(lease)
+                return lease
+        return None
+
+    def _release(self, incarnation: bytes, lease: int) -> None:
+        if incarnation == self._client.incarnation:
+            self._client.release(lease)

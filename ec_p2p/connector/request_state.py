@@ -1,0 +1,185 @@
+"""What is known of each media item of each live request.
+
+Owns the states of an item and the table of their transitions; every change goes through it. It must never talk to the
+node or to vLLM. A request's items are its distinct (identifier, rows) pairs: the same image twice in a prompt is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from ec_p2p.node.tensors import Place
+
+
+class State(Enum):
+    UNASKED = auto()
+    """Nothing is known yet, or no longer."""
+    RESIDENT = auto()
+    """In vLLM's own encoder cache, as far as we see; only items with media may rest on that."""
+    WANTED = auto()
+    """The node has been asked and has not answered."""
+    LEASED = auto()
+    """Landed and pinned: a load of it cannot fail."""
+    MISSING = auto()
+    """The node's answer is no: encode here, or fail the request."""
+    ALLOCATED = auto()
+    """vLLM has made room for it in this step or before, and loads or encodes it."""
+
+
+class Event(Enum):
+    FOUND = auto()
+    """It is in vLLM's encoder cache."""
+    EVICTED = auto()
+    """It no longer is."""
+    ASKED = auto()
+    LANDED = auto()
+    MISSED = auto()
+    VOIDED = auto()
+    """What the node said no longer counts: it died, the lease went to another request, or asking again is worth it."""
+    ALLOCATED = auto()
+    REWOUND = auto()
+    """The request was preempted and starts over."""
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.UNASKED, Event.FOUND): State.RESIDENT,
+    (State.UNASKED, Event.ASKED): State.WANTED,
+    (State.UNASKED, Event.MISSED): State.MISSING,
+    (State.UNASKED, Event.ALLOCATED): State.ALLOCATED,
+    (State.RESIDENT, Event.EVICTED): State.UNASKED,
+    (State.RESIDENT, Event.ALLOCATED): State.ALLOCATED,
+    (State.RESIDENT, Event.REWOUND): State.UNASKED,
+    (State.WANTED, Event.LANDED): State.LEASED,
+    (State.WANTED, Event.MISSED): State.MISSING,
+    (State.WANTED, Event.VOIDED): State.UNASKED,
+    (State.WANTED, Event.ALLOCATED): State.ALLOCATED,
+    (State.WANTED, Event.REWOUND): State.WANTED,
+    (State.LEASED, Event.VOIDED): State.UNASKED,
+    (State.LEASED, Event.ALLOCATED): State.ALLOCATED,
+    (State.LEASED, Event.REWOUND): State.LEASED,
+    (State.MISSING, Event.ALLOCATED): State.ALLOCATED,
+    (State.MISSING, Event.REWOUND): State.UNASKED,
+    # An item without media gets a second lease while its tokens are computed: vLLM's cache may be reset meanwhile.
+    (State.ALLOCATED, Event.ASKED): State.WANTED,
+    (State.ALLOCATED, Event.MISSED): State.ALLOCATED,
+    (State.ALLOCATED, Event.ALLOCATED): State.ALLOCATED,
+    (State.ALLOCATED, Event.REWOUND): State.UNASKED,
+    (State.UNASKED, Event.REWOUND): State.UNASKED,
+}
+
+SETTLED = frozenset({State.RESIDENT, State.LEASED, State.MISSING, State.ALLOCATED})
+
+
+class Item:
+    """One distinct media item of one request."""
+
+    __slots__ = (
+        "checked",
+        "counted",
+        "deadline",
+        "has_media",
+        "hinted",
+        "identifier",
+        "identity",
+        "placed",
+        "reason",
+        "retry_at",
+        "rows",
+        "shareable",
+        "state",
+    )
+
+    def __init__(
+        self, identifier: str, identity: bytes, rows: int, *, has_media: bool, shareable: bool, hinted: bool
+    ) -> None:
+        self.identifier = identifier
+        self.identity = identity
+        self.rows = rows
+        self.has_media = has_media
+        """It can be encoded here."""
+        self.shareable = shareable
+        self.hinted = hinted
+        self.state = State.UNASKED
+        self.reason = ""
+        """Why it is MISSING."""
+        self.placed = False
+        """This request has a reference to it in vLLM's encoder cache."""
+        self.deadline = 0.0
+        """When we stop believing that the node will answer; 0.0 before the first try."""
+        self.retry_at = 0.0
+        self.counted = False
+        self.checked = False
+        """The node has been asked whether it holds it too, though vLLM has it."""
+
+    def apply(self, event: Event) -> None:
+        """Raises ValueError for an event that this state does not know."""
+        try:
+            self.state = TRANSITIONS[self.state, event]
+        except KeyError:
+            raise ValueError(f"{event.name} is impossible for an item that is {self.state.name}") from None
+        if event is Event.ALLOCATED:
+            self.placed = True
+        elif event is Event.REWOUND:
+            self.placed = False
+            self.deadline = 0.0
+        elif event is Event.EVICTED:
+            self.checked = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the request need not wait for it. One that vLLM holds for us already is not waited for again."""
+        return self.placed or self.state in SETTLED
+
+
+class Lease:
+    """A landed entry that is pinned for us and not yet on its way to the workers."""
+
+    __slots__ = ("item", "place")
+
+    def __init__(self, item: Item, place: Place) -> None:
+        self.item = item
+        self.place = place
+
+
+class RequestRecord:
+    """One live request with media."""
+
+    __slots__ = ("_by_index", "_ends", "_items", "computed", "failed", "preemptions", "request_id", "wants")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.computed = 0
+        """Tokens that need no embedding any more, as of the last look."""
+        self.preemptions = 0
+        self.failed = False
+        self.wants: list[int] = []
+        self._items: dict[tuple[str, int], Item] = {}
+        self._by_index: list[Item] = []
+        self._ends: list[int] = []
+
+    def grow(self, features: list[Any], make: Callable[[Any], Item]) -> None:
+        """Take in features that are new: a streaming session's request grows."""
+        for feature in features[len(self._by_index) :]:
+            position = feature.mm_position
+            key = (feature.identifier, position.get_num_embeds())
+            item = self._items.get(key)
+            if item is None:
+                item = self._items[key] = make(feature)
+            self._by_index.append(item)
+            self._ends.append(position.offset + position.length)
+
+    def at(self, index: int) -> Item:
+        return self._by_index[index]
+
+    def items(self) -> list[Item]:
+        return list(self._items.values())
+
+    def beyond(self, computed: int) -> list[Item]:
+        """The items that tokens from `computed` on still need, each once, in the prompt's order."""
+        return list(dict.fromkeys(item for item, end in zip(self._by_index, self._ends, strict=True) if end > computed))
+
+    def rewind(self) -> None:
+        for item in self._items.values():
+            item.apply(Event.REWOUND)

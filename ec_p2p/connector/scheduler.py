@@ -1,0 +1,293 @@
+"""The scheduler's side: which requests may run, which items are loaded, encoded or published.
+
+Owns the records of live requests and a mirror of vLLM's encoder cache. Two rules hold whatever happens: an item is
+promised as a load only while a lease on it is held, and an item that cannot be encoded here never reaches the encoder.
+Everything runs on the scheduler's thread, so nothing here waits, but for the moment of `inline_wait_s` a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+
+from ec_p2p.config import Config
+from ec_p2p.connector.asking import Asking
+from ec_p2p.connector.counts import Counts
+from ec_p2p.connector.identifiers import is_hinted
+from ec_p2p.connector.media import Carries, MediaFields
+from ec_p2p.connector.metadata import ECP2PMetadata
+from ec_p2p.connector.request_state import Event, Item, RequestRecord, State
+from ec_p2p.node.client import NodeClient
+
+logger = logging.getLogger("vllm.ec_p2p")
+
+Params = dict[str, Any]
+
+
+class SchedulerSide:
+    """Scheduler hooks of an instance that shares. `identity_of` maps an identifier to its 32-byte identity."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        config: Config,
+        counts: Counts,
+        media: MediaFields,
+        identity_of: Callable[[str], bytes],
+        *,
+        saves: bool,
+        fetches: bool,
+        readers: int,
+        shares_lora: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._counts = counts
+        self._media = media
+        self._identity_of = identity_of
+        self._saves = saves
+        self._fetches = fetches
+        self._shares_lora = shares_lora
+        self._clock = clock
+        self._asking = Asking(client, config, counts, readers=readers, fetches=fetches, clock=clock)
+        self._records: dict[str, RequestRecord] = {}
+        self._current: tuple[RequestRecord, list[Item]] | None = None
+        """The request that vLLM is scheduling, and what it still needs: has_cache_item is not told."""
+        self._resident: set[str] = set()
+        """Mirror of vLLM's encoder cache. It may be stale: vLLM does not tell us when it resets its cache."""
+        self._unavailable: set[str] = set()
+        self._step = ECP2PMetadata()
+        self._wait_left = config.inline_wait_s
+        self._idle = True
+
+    # -------------------------------------------------------- before a step
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether everything the request still needs is leased, resident, or can be encoded here."""
+        last = request.mm_features[-1].mm_position
+        if last.offset + last.length <= num_computed_tokens:
+            # Asked at every decode step.
+            record = self._records.get(request.request_id)
+            if record is not None and record.wants:
+                self._asking.forget(record)
+            return True
+        record = self._record(request)
+        if record.failed:
+            return False
+        if request.num_preemptions != record.preemptions or num_computed_tokens < record.computed:
+            record.rewind()
+        record.preemptions = request.num_preemptions
+        record.computed = num_computed_tokens
+        needed = record.beyond(num_computed_tokens)
+        for item in record.items():
+            if item.state is State.LEASED and item not in needed:
+                self._asking.release(item)
+        self._current = record, needed
+        self._settle(record, needed)
+        self._count_lookups(needed)
+        lost = next((item for item in needed if item.state is State.MISSING and not _harmless(item)), None)
+        if lost is not None:
+            self._fail(record, lost)
+            return False
+        return all(item.settled for item in needed)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether a load of it can be promised to the request that is being scheduled."""
+        if self._current is None:
+            return False
+        items = [item for item in self._current[1] if item.identifier == identifier]
+        return bool(items) and all(self._asking.holds(item) for item in items)
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """Record the load that was promised, or the encode."""
+        item = self._record(request).at(index)
+        place = self._asking.take(item)
+        if place is not None:
+            self._step.loads.append((item.identifier, place))
+        else:
+            self._encode(item)
+        item.apply(Event.ALLOCATED)
+        if item.identifier in self._resident:
+            # vLLM has just made room for what we thought it had: its cache was reset, so nothing of the mirror holds.
+            self._resident.clear()
+        self._resident.add(item.identifier)
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Ids of the requests to fail, each once."""
+        failed, self._unavailable = self._unavailable, set()
+        return failed
+
+    def listen(self) -> None:
+        """Tell the node what this step encodes, and take in what it has said meanwhile."""
+        self._asking.announce(list(self._step.encodes.values()))
+        self._asking.hear()
+
+    def end_step(self, scheduler_output: Any) -> ECP2PMetadata:
+        """What the workers have to do in this step. A promised load is never dropped."""
+        self._resident.difference_update(scheduler_output.free_encoder_mm_hashes)
+        self._idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._wait_left = self._config.inline_wait_s
+        if self._idle and self._fetches:
+            # Model Runner V1 calls no hook of a consumer in a step without tokens: keep it for the next.
+            return ECP2PMetadata()
+        step, self._step = self._step, ECP2PMetadata()
+        step.saves_resident, self._asking.not_in_node = self._asking.not_in_node, {}
+        return step
+
+    # -------------------------------------------------------- after a request
+
+    def request_finished(self, request: Any) -> Params | None:
+        """Give back what the request holds. For producers: the parameters of the response."""
+        self._unavailable.discard(request.request_id)
+        record = self._records.pop(request.request_id, None)
+        if record is not None:
+            self._asking.forget(record)
+        if self._current is not None and self._current[0] is record:
+            self._current = None
+        if not self._saves or not request.mm_features:
+            return None
+        return self._params(request)
+
+    def fail_without_media(self, request: Any, num_computed_tokens: int) -> bool:
+        """The answer of `ensure_cache_available` when it failed itself: what cannot be encoded here fails alone."""
+        for feature in request.mm_features:
+            position = feature.mm_position
+            beyond = position.offset + position.length > num_computed_tokens
+            if beyond and self._media.carried_by(feature) is Carries.NOTHING:
+                self.fail(request.request_id)
+                return False
+        return True
+
+    def fail(self, request_id: str) -> None:
+        self._unavailable.add(request_id)
+        self._counts.add("failed_requests", "error")
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -------------------------------------------------------- inside
+
+    def _record(self, request: Any) -> RequestRecord:
+        record = self._records.get(request.request_id)
+        if record is None:
+            record = self._records[request.request_id] = RequestRecord(request.request_id)
+        hint = request.ec_transfer_params
+        may_share = self._shares_lora or getattr(request, "lora_request", None) is None
+
+        def make(feature: Any) -> Item:
+            carries = self._media.carried_by(feature)
+            return Item(
+                feature.identifier,
+                self._identity_of(feature.identifier),
+                feature.mm_position.get_num_embeds(),
+                has_media=carries is not Carries.NOTHING,
+                shareable=may_share and carries is not Carries.EMBEDDING,
+                hinted=is_hinted(hint, feature.identifier),
+            )
+
+        record.grow(request.mm_features, make)
+        return record
+
+    def _settle(self, record: RequestRecord, needed: list[Item]) -> None:
+        fresh = heard = False
+        check = 0
+        while True:
+            for item in needed:
+                self._look(item)
+            if any(map(_to_ask, needed)):
+                # What was lost with a node comes to light before more is asked of the next one.
+                self._asking.hear()
+                self._asking.ask(record, [item for item in needed if _to_ask(item)])
+                fresh = True
+            unchecked = [
+                item for item in needed if item.state is State.RESIDENT and not item.checked and item.shareable
+            ]
+            if self._saves and unchecked:
+                check = self._asking.check(unchecked)
+                fresh = True
+            self._asking.expire(needed)
+            if all(item.settled for item in needed) and not self._asking.is_unanswered(check):
+                return
+            # A running batch is held up only for what was asked just now, which mostly lands within the wait.
+            wait = self._wait_left if fresh or self._idle else 0.0
+            if heard and wait <= 0:
+                return
+            self._listen(wait)
+            heard = True
+
+    def _listen(self, wait: float) -> None:
+        began = self._clock()
+        heard = self._asking.hear(wait)
+        if wait > 0:
+            self._wait_left = max(0.0, self._wait_left - (self._clock() - began)) if heard else 0.0
+
+    def _look(self, item: Item) -> None:
+        if item.state is State.RESIDENT and item.identifier not in self._resident:
+            item.apply(Event.EVICTED)
+        if item.state is State.UNASKED:
+            if item.has_media and item.identifier in self._resident:
+                item.apply(Event.FOUND)
+            elif not item.shareable:
+                item.apply(Event.MISSED)
+                item.reason = "not_shared"
+
+    def _count_lookups(self, items: list[Item]) -> None:
+        for item in items:
+            if item.counted or item.state not in (State.RESIDENT, State.LEASED, State.MISSING):
+                continue
+            item.counted = True
+            outcome = {State.RESIDENT: "encoder_cache", State.LEASED: item.reason, State.MISSING: "missing"}
+            self._counts.add("lookups", outcome[item.state])
+
+    def _encode(self, item: Item) -> None:
+        reason = {State.MISSING: item.reason, State.RESIDENT: "evicted"}.get(item.state, "unasked")
+        if reason == "no_source" and not self._fetches:
+            reason = "producer"
+        self._counts.add("local_encodes", reason)
+        if self._saves and item.shareable:
+            self._step.encodes[item.identifier] = item.identity
+
+    def _fail(self, record: RequestRecord, item: Item) -> None:
+        record.failed = True
+        self._unavailable.add(record.request_id)
+        self._asking.forget(record)
+        self._counts.add("failed_requests", item.reason)
+        logger.warning(
+            "request %s fails: the embedding of %.64r cannot be had (%s), and the request carries no media to encode",
+            record.request_id,
+            item.identifier,
+            item.reason,
+        )
+
+    def _params(self, request: Any) -> Params | None:
+        items: Params = collect_ec_item_metadata(request.mm_features, self._media)
+        features = {feature.identifier: feature for feature in request.mm_features}
+        identities = {identifier: self._identity_of(identifier) for identifier in items}
+        if self._wait_left > 0 and not all(map(self._asking.is_held, identities.values())):
+            # The step's saves are committed; the node says so at about the same time as vLLM comes here.
+            self._listen(self._wait_left)
+        for identifier, entry in items.items():
+            if self._asking.is_held(identities[identifier]):
+                rows = features[identifier].mm_position.get_num_embeds()
+                entry["ec_p2p"] = {"node": self._client.node_name, "rows": rows}
+            else:
+                # With metadata a router may send placeholders instead of the media, and then nothing could be encoded.
+                entry["metadata"] = {}
+        return items or None
+
+
+def _harmless(item: Item) -> bool:
+    """A MISSING item that does not matter: it can be encoded here, or vLLM holds it for this request already."""
+    return item.has_media or item.placed
+
+
+def _to_ask(item: Item) -> bool:
+    if item.state is State.ALLOCATED:
+        # vLLM's cache may be reset while the item's tokens are being computed; without media only a lease helps then.
+        return not item.has_media
+    return item.state is State.UNASKED

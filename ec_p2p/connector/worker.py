@@ -1,0 +1,154 @@
+"""The worker's side: encoder outputs into the node, promised ones out of it.
+
+Owns the worker's client of the node and the thread that keeps it attached. It must never let a tensor of vLLM's encoder
+cache alias the arena. A promised load that cannot be done is the one error that leaves here: vLLM has no way back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ec_p2p.connector.metadata import ECP2PMetadata
+from ec_p2p.connector.topology import WorkerRank
+from ec_p2p.node.client import NodeClient
+from ec_p2p.node.tensors import Loader, Place, Saver
+
+logger = logging.getLogger("vllm.ec_p2p")
+
+KEEP_S = 1.0
+"""How often an idle worker looks whether its node is still there, and attaches to the next one if not."""
+
+EncoderCache = dict[str, torch.Tensor]
+
+
+class WorkerSide:
+    """Worker hooks of one rank of the first pipeline stage, of an instance that shares.
+
+    The node's client belongs to one thread at a time: to the one that holds the lock.
+    """
+
+    def __init__(
+        self,
+        client: NodeClient,
+        saver: Saver,
+        loader: Loader,
+        rank: WorkerRank,
+        *,
+        fetches: bool,
+        on_error: Callable[[str, Exception], None],
+        device: Callable[[], torch.device | str],
+    ) -> None:
+        self._client = client
+        self._saver = saver
+        self._loader = loader
+        self._rank = rank
+        self._fetches = fetches
+        self._on_error = on_error
+        self._device = device
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._keeper: threading.Thread | None = None
+        with self._lock:
+            # A node that has to be started comes up while the model loads.
+            client.attach()
+
+    def start(self, timeout_s: float) -> None:
+        """Wait for the node, at most `timeout_s`, and stay attached from now on."""
+        with self._lock:
+            if not self._client.attach(timeout_s):
+                logger.warning("no node after %.0f s: going on without sharing, trying further", timeout_s)
+            self._prepare()
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep_attached, name="ec-p2p-keeper", daemon=True)
+            self._keeper.start()
+
+    def before_model(self, encoder_cache: EncoderCache, step: ECP2PMetadata) -> None:
+        """Do this step's loads, then publish what is resident. Raises RuntimeError if a load cannot be done."""
+        if not (step.loads or step.saves_resident or step.encodes):
+            return
+        with self._lock, _sync_allowed():
+            self._prepare()
+            self._load(encoder_cache, step.loads)
+            if self._rank.saves:
+                for identifier, identity in step.saves_resident.items():
+                    tensor = encoder_cache.get(identifier)
+                    if tensor is not None:
+                        self._saver.save(identity, tensor)
+
+    def save(self, encoder_cache: EncoderCache, identifier: str, step: ECP2PMetadata) -> None:
+        """Publish one encoder output. The copy is made before this returns."""
+        identity = step.encodes.get(identifier)
+        if identity is None or not self._rank.saves:
+            return
+        with self._lock, _sync_allowed():
+            outcome = self._saver.save(identity, encoder_cache[identifier])
+        if outcome != "saved":
+            logger.debug("the encoder output of %.64r is not shared: %s", identifier, outcome)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
+        with self._lock:
+            self._saver.close()
+            self._client.close()
+
+    # -------------------------------------------------------- inside
+
+    def _prepare(self) -> None:
+        if self._rank.saves:
+            self._saver.prepare()
+        else:
+            self._client.attach()
+            self._client.poll()
+
+    def _load(self, encoder_cache: EncoderCache, loads: Iterable[tuple[str, Place]]) -> None:
+        failed: list[str] = []
+        for identifier, place in loads:
+            try:
+                if identifier not in encoder_cache:
+                    encoder_cache[identifier] = self._loader.load(place, self._device())
+            except Exception as error:
+                self._on_error("load", error)
+                failed.append(f"{identifier!r:.64}: {error}")
+            finally:
+                # Leases are numbers of one node's life: to the next node this one would mean something else.
+                if place.incarnation == self._client.incarnation:
+                    self._client.release(place.lease, self._rank.reader)
+        if failed and self._fetches:
+            raise RuntimeError(f"promised embeddings cannot be loaded: {'; '.join(failed)}")
+
+    def _keep_attached(self) -> None:
+        """Model Runner V1 calls no hook while an engine is idle or waits for embeddings only: without this, an engine
+        that gets nothing but placeholders would never meet its next node."""
+        while not self._stop.wait(KEEP_S):
+            try:
+                with self._lock:
+                    self._prepare()
+            except Exception as error:
+                self._on_error("keeper", error)
+
+
+def current_device() -> torch.device | str:
+    """Where vLLM's model runner keeps its encoder cache in this process."""
+    from vllm.platforms import current_platform
+
+    kind: str = current_platform.device_type
+    return f"{kind}:{current_platform.current_device()}" if current_platform.is_cuda_alike() else kind
+
+
+def _sync_allowed() -> AbstractContextManager[Any]:
+    """vLLM can be told to object to copies that wait for the device; ours have to."""
+    try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    except ImportError:
+        return nullcontext()
+    allowed: AbstractContextManager[Any] = gpu_sync_allowed()
+    return allowed

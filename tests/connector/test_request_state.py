@@ -1,0 +1,87 @@
+"""The states of an item: nothing happens that the table does not know."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ec_p2p.connector.request_state import SETTLED, TRANSITIONS, Event, Item, RequestRecord, State
+
+from .conftest import image, request
+
+
+def make(identifier="x", rows=10, **kwargs):
+    settings = {"has_media": True, "shareable": True, "hinted": False, **kwargs}
+    return Item(identifier, b"i" * 32, rows, **settings)
+
+
+def in_state(state):
+    item = make()
+    item.state = state
+    return item
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_every_pair_is_in_the_table_or_refused_by_name(state, event):
+    item = in_state(state)
+    if (state, event) in TRANSITIONS:
+        item.apply(event)
+        assert item.state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(ValueError, match=rf"{event.name} is impossible for an item that is {state.name}"):
+            item.apply(event)
+        assert item.state is state
+
+
+def test_every_state_is_reached_and_left():
+    reached, frontier = {State.UNASKED}, [State.UNASKED]
+    while frontier:
+        state = frontier.pop()
+        for (source, _), target in TRANSITIONS.items():
+            if source is state and target not in reached:
+                reached.add(target)
+                frontier.append(target)
+    assert reached == set(State)
+    assert {state for state, _ in TRANSITIONS} == set(State)
+
+
+def test_a_preemption_is_possible_in_every_state():
+    assert {state for state, event in TRANSITIONS if event is Event.REWOUND} == set(State)
+
+
+@given(st.lists(st.sampled_from(list(Event))))
+def test_a_lease_is_only_ever_held_after_a_landing(events):
+    item = make()
+    for event in events:
+        if (item.state, event) not in TRANSITIONS:
+            continue
+        before = item.state
+        item.apply(event)
+        if item.state is State.LEASED and before is not State.LEASED:
+            assert event is Event.LANDED
+        if item.state is State.ALLOCATED and before is not State.ALLOCATED:
+            assert item.placed
+        assert item.settled == (item.placed or item.state in SETTLED)
+
+
+def test_the_same_image_twice_is_one_item_but_not_with_other_rows():
+    same = request(image("a", 0), image("b", 10), image("a", 20), image("a", 30, rows=7))
+    record = RequestRecord("r")
+    record.grow(same.mm_features, lambda f: make(f.identifier, f.mm_position.get_num_embeds()))
+    assert record.at(0) is record.at(2)
+    assert record.at(0) is not record.at(3)
+    assert [(i.identifier, i.rows) for i in record.beyond(0)] == [("a", 10), ("b", 10), ("a", 7)]
+    assert [(i.identifier, i.rows) for i in record.beyond(20)] == [("a", 10), ("a", 7)]
+    assert record.beyond(37) == []
+
+
+def test_a_request_that_grows_keeps_what_is_known():
+    record = RequestRecord("r")
+    record.grow([image("a")], lambda f: make(f.identifier))
+    record.at(0).apply(Event.ASKED)
+    record.grow([image("a"), image("b", 10)], lambda f: make(f.identifier))
+    assert record.at(0).state is State.WANTED
+    assert record.at(1).state is State.UNASKED
