@@ -46,7 +46,7 @@ class Step:
 
 
 def steps(web: str) -> list[Step]:
-    a, b, d = (data_uri(picture(seed, *size)) for seed, size in ((1, (400, 300)), (2, (640, 480)), (4, (300, 500))))
+    a, b, d = (data_uri(picture(seed, *size)) for seed, size in ((1, (400, 300)), (2, (640, 240)), (4, (300, 500))))
     c = web + "c.png"
 
     def body(text: str, *images: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _NODE_SETTINGS: dict[str, Any] = {
     "max_local_cpu_size": "256MiB",
     "slab_size": "64MiB",
     "window_size": "16MiB",
-    "grace_s": 2.0,
+    "grace_s": 20.0,
 }
 
 

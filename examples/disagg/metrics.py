@@ -6,6 +6,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 
+from processes import Failed
 from prometheus_client.parser import text_string_to_metric_families
 
 # Fleets on one machine are reached directly, whatever proxy the environment names.
@@ -22,10 +23,13 @@ class Metrics:
 
     @classmethod
     def read(cls, url: str) -> Metrics:
-        """Raises OSError when nobody answers at `url`/metrics."""
-        with DIRECT.open(f"{url}/metrics", timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            return cls({(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples})
+        """Raises Failed when nobody answers at `url`/metrics."""
+        try:
+            with DIRECT.open(f"{url}/metrics", timeout=10) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+        except OSError as error:
+            raise Failed(f"no metrics at {url}/metrics: {error}") from None
+        return cls({(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples})
 
     def __sub__(self, before: Metrics) -> Metrics:
         return Metrics({series: value - before._series.get(series, 0.0) for series, value in self._series.items()})

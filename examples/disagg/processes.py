@@ -73,12 +73,12 @@ def end(find: Callable[[], list[int]], grace_s: float) -> None:
         late = time.monotonic() > deadline
         if time.monotonic() > deadline + 30:
             raise Failed(f"cannot end {', '.join(f'{pid} ({procfs.command(pid)})' for pid in pids)}")
-        for pid in pids:
-            if pid not in asked:
-                segments |= procfs.shared_memory(pid)
-            if late or pid not in asked:
-                _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
-                asked.add(pid)
+        new = [pid for pid in pids if pid not in asked]
+        # All of them before the first signal: one that ends may take others with it.
+        segments.update(*map(procfs.shared_memory, new))
+        for pid in pids if late else new:
+            _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
+        asked.update(new)
         time.sleep(0.05)
     for segment in segments:
         segment.unlink(missing_ok=True)
