@@ -226,5 +226,5 @@ class Knock(msgspec.Struct, frozen=True, array_like=True, tag="knock"):
 
 ToDirectory = Hello | Announce | Heartbeat | Goodbye | SnapshotRequest
 FromDirectory = Welcome | HelloAgain | Refused | SnapshotChunk
-ToPeer = CardRequest | Knock
+ToPeer = CardRequest
 FromPeer = Card | Refused

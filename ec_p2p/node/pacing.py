@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 
 TICK_S = 0.25
-_URGENT_TICK_S = 0.002
 _SHARE = 0.05
 _LONGEST_NAP_S = 0.002
 _SHORTEST_NAP_S = 5e-6
@@ -25,27 +24,24 @@ class Pacing:
     def __init__(self) -> None:
         self._next_tick = 0.0
         self._deadline = 0.0
-        self._urgent_since = 0.0
+        self._transfers_since = 0.0
 
     def wait(
-        self, poller: zmq.Poller, transfers: bool, contacts: bool, next_deadline: Callable[[float], float]
+        self, poller: zmq.Poller, transfers: bool, next_deadline: Callable[[float], float]
     ) -> list[tuple[Any, int]]:
         """Poll the sockets, waiting as long as nothing needs attention.
 
-        `transfers`: READs are in flight whose end somebody waits for. `contacts`: a peer needs quick progress, not
-        more.
+        `transfers`: READs are in flight whose end somebody waits for and no socket will tell.
         """
         now = time.monotonic()
         if transfers:
-            self._urgent_since = self._urgent_since or now
-            nap = min((now - self._urgent_since) * _SHARE, _LONGEST_NAP_S)
+            self._transfers_since = self._transfers_since or now
+            nap = min((now - self._transfers_since) * _SHARE, _LONGEST_NAP_S)
             if nap > _SHORTEST_NAP_S:
                 # zmq.Poller counts in whole milliseconds; that is longer than most READs take.
                 time.sleep(nap)
             return poller.poll(0)
-        self._urgent_since = 0.0
-        if contacts:
-            self._next_tick = min(self._next_tick, now + _URGENT_TICK_S)
+        self._transfers_since = 0.0
         self._deadline = min(self._next_tick, next_deadline(now))
         return poller.poll(max(0, math.ceil((self._deadline - now) * 1000)))
 

@@ -19,15 +19,13 @@ from typing import Any
 import zmq
 
 from ec_p2p.control.codec import BadFrame, decode, encode
-from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, Knock, NodeInfo, Refused, ToPeer
+from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, NodeInfo, Refused, ToPeer
 from ec_p2p.transport.interface import Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
 _MAX_FRAME = 1 << 20
 _ASK_AGAIN_S = 1.0
-KNOCK_S = 2.0
-"""After a knock, or a card request, the transport is progressed quickly for this long."""
 
 
 class PeerState(Enum):
@@ -69,7 +67,7 @@ class Peers:
         port: int,
         card: Callable[[], Card],
         on_ready: Callable[[Peer], None],
-        on_bad_frame: Callable[[str], None],
+        on_bad_frame: Callable[[str, BadFrame], None],
     ) -> None:
         self._context = context
         self._transport = transport
@@ -79,7 +77,6 @@ class Peers:
         self._on_bad_frame = on_bad_frame
         self._peers: dict[bytes, Peer] = {}
         self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
-        self._knocked_until = float("-inf")
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         _set_options(self._router)
         self._router.bind(f"tcp://{bind_host}:{port}")
@@ -130,14 +127,10 @@ class Peers:
             return
         peer.asked_at = now
         peer.state = PeerState.ASKING
-        self._send(peer.socket, CardRequest(PROTOCOL_VERSION, self._incarnation))
-
-    def knock(self, peer: Peer) -> None:
-        self._send(peer.socket, Knock(self._incarnation))
-
-    def knocked(self, now: float) -> bool:
-        """True while a peer may need this node's help to connect to it or to read over a wire that is not one-sided."""
-        return now < self._knocked_until
+        try:
+            peer.socket.send(encode(CardRequest(PROTOCOL_VERSION, self._incarnation)), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("card of %s not asked for: %s", peer.info.name, error)  # `tick` asks again
 
     def tick(self, now: float) -> None:
         for peer in self._peers.values():
@@ -147,11 +140,11 @@ class Peers:
     def poll_targets(self) -> list[Any]:
         return [self._router, *self._by_socket]
 
-    def on_ready(self, target: zmq.Socket[bytes], now: float) -> None:
+    def on_ready(self, target: zmq.Socket[bytes]) -> None:
         if target is self._router:
-            self._answer(now)
+            self._answer()
         elif target in self._by_socket:
-            self._learn(self._by_socket[target], now)
+            self._learn(self._by_socket[target])
 
     def close(self) -> None:
         for incarnation in list(self._peers):
@@ -160,33 +153,30 @@ class Peers:
 
     # -------------------------------------------------------- inside
 
-    def _answer(self, now: float) -> None:
+    def _answer(self) -> None:
         for _ in range(64):
             try:
                 frames = self._router.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 2:
-                self._on_bad_frame("peer")
-                continue
             try:
+                if len(frames) != 2:
+                    raise BadFrame(f"{len(frames)} frames in one message, accepted: 2")
                 message: ToPeer = decode(frames[1], ToPeer)
-            except BadFrame:
-                self._on_bad_frame("peer")
+            except BadFrame as error:
+                self._on_bad_frame("peer", error)
                 continue
-            self._knocked_until = now + KNOCK_S
-            if isinstance(message, CardRequest):
-                answer: Card | Refused = (
-                    self._card()
-                    if message.version == PROTOCOL_VERSION
-                    else Refused(f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}")
-                )
-                try:
-                    self._router.send_multipart([frames[0], encode(answer)], flags=zmq.NOBLOCK)
-                except zmq.ZMQError as error:
-                    logger.debug("card not sent: %s", error)  # the peer asks again
+            answer: Card | Refused = (
+                self._card()
+                if message.version == PROTOCOL_VERSION
+                else Refused(f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}")
+            )
+            try:
+                self._router.send_multipart([frames[0], encode(answer)], flags=zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                logger.debug("card not sent: %s", error)  # the peer asks again
 
-    def _learn(self, peer: Peer, now: float) -> None:
+    def _learn(self, peer: Peer) -> None:
         while True:
             try:
                 frame = peer.socket.recv(flags=zmq.NOBLOCK)
@@ -194,8 +184,8 @@ class Peers:
                 return
             try:
                 answer: FromPeer = decode(frame, FromPeer)
-            except BadFrame:
-                self._on_bad_frame("peer")
+            except BadFrame as error:
+                self._on_bad_frame("peer", error)
                 continue
             if isinstance(answer, Refused):
                 logger.warning("node %s refused: %s", peer.info.name, answer.reason)
@@ -221,12 +211,6 @@ class Peers:
             peer.revision, peer.registered = answer.revision, answer.registered
             peer.state = PeerState.READY
             self._on_ready(peer)
-
-    def _send(self, socket: zmq.Socket[bytes], message: CardRequest | Knock) -> None:
-        try:
-            socket.send(encode(message), flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.debug("message to a peer not sent: %s", error)  # repeated by tick
 
 
 def _set_options(socket: zmq.Socket[bytes]) -> None:

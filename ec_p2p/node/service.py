@@ -15,13 +15,13 @@ from typing import Any
 import zmq
 
 from ec_p2p.config import Config
+from ec_p2p.control.codec import BadFrame
 from ec_p2p.control.messages import PROTOCOL_VERSION, Advert, Card, EntryState, NodeInfo
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import itemsize
 from ec_p2p.node import network
-from ec_p2p.node.contact import FirstContacts
 from ec_p2p.node.counters import Counters, Labels, MetricsServer, flat_gauges
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
@@ -84,7 +84,7 @@ class Node:
             self.arena.fd,
             self._on_message,
             self._on_client_gone,
-            lambda where: self.counters.add("bad_frames", socket=where),
+            self._on_bad_frame,
             self.incarnation,
         )
         self.transport = open_transport(
@@ -97,7 +97,8 @@ class Node:
             advertise_host=advertise,
         )
         self.backend = LocalCPUBackend(self.arena, on_slab=self._on_slab, on_evicted=self._on_evicted)
-        scratch = self.backend.reserve(1).offset
+        # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
+        self.backend.release(self.backend.reserve(1))
         self._peers = Peers(
             self._context,
             self.transport,
@@ -106,10 +107,9 @@ class Node:
             config.peer_port,
             lambda: self._card,
             self._on_peer_ready,
-            lambda where: self.counters.add("bad_frames", socket=where),
+            self._on_bad_frame,
         )
         self.info = NodeInfo(self.incarnation, config.name, f"tcp://{advertise}:{self._peers.port}")
-        self._contacts = FirstContacts(self.transport, self._peers, scratch)
         self._links = DirectoryLinks(
             self._context,
             config,
@@ -168,15 +168,16 @@ class Node:
         """One turn of the loop: wait for something to do, at most until the next deadline, and do it."""
         if self._watch_again:
             self._watch()
-        contacts = bool(self._contacts) or self._peers.knocked(time.monotonic())
-        ready = self._pacing.wait(self._poller, self._fetches.transfers > 0, contacts, self._next_deadline)
+        # A transport with sockets wakes the poll; one without has to be asked.
+        unheard = self._fetches.transfers > 0 and not self.transport.sockets()
+        ready = self._pacing.wait(self._poller, unheard, self._next_deadline)
         now = time.monotonic()
         for target, _ in ready:
             owner = self._targets.get(target)
             if owner is self._sessions:
                 self._watch_again |= self._sessions.on_ready(target)
             elif owner is self._peers:
-                self._peers.on_ready(target, now)
+                self._peers.on_ready(target)
             elif owner is self._links:
                 self._links.on_ready(target)
             elif owner is self.transport:
@@ -196,7 +197,6 @@ class Node:
         self._sessions.close()
         self._metrics.close()
         self._fetches.close()
-        self._contacts.close()
         self._peers.close()
         self.transport.close()
         self._context.destroy(linger=0)
@@ -206,11 +206,6 @@ class Node:
     def peers_ready(self) -> int:
         """How many peers' cards have been taken in."""
         return self._peers.ready_count()
-
-    @property
-    def contacts_pending(self) -> int:
-        """How many peers are being connected to right now."""
-        return len(self._contacts)
 
     # -------------------------------------------------------- the loop's parts
 
@@ -224,7 +219,6 @@ class Node:
 
     def _tick(self, now: float) -> None:
         self.transport.progress()
-        self._contacts.progress(now)
         self._fetches.progress(now)
         self._peers.tick(now)
         self._links.tick(now)
@@ -352,7 +346,7 @@ class Node:
         for identity in identities:
             if self.backend.peek(identity) is None:
                 self._encodings.begin(identity, session.attach.instance, now)
-                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "", 0, 0, 0))
+                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "unknown", 0, 0, 0))
 
     def _encoding_ended(self, identity: bytes, now: float) -> None:
         if self.backend.peek(identity) is None:
@@ -403,9 +397,7 @@ class Node:
             self._advertise(entry)
 
     def _on_peer_ready(self, peer: Peer) -> None:
-        now = time.monotonic()
-        self._contacts.begin(peer, now)
-        self._fetches.peer_ready(peer, now)
+        self._fetches.peer_ready(peer, time.monotonic())
 
     def _on_peer_gone(self, incarnation: bytes) -> None:
         self._peers.down(incarnation)
@@ -424,6 +416,10 @@ class Node:
         )
 
     # -------------------------------------------------------- being seen
+
+    def _on_bad_frame(self, where: str, error: BadFrame) -> None:
+        self.counters.add("bad_frames", socket=where)
+        logger.debug("dropped a frame from a %s: %r", where, error.reason)
 
     def _describe(self, token: bytes) -> Attached:
         return Attached(

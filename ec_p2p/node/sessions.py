@@ -65,7 +65,7 @@ class Sessions:
         arena_fd: int,
         on_message: Callable[[Session, ToNode], None],
         on_closed: Callable[[Session], None],
-        on_bad_frame: Callable[[str], None],
+        on_bad_frame: Callable[[str, BadFrame], None],
         incarnation: bytes,
     ) -> None:
         self._describe = describe
@@ -146,13 +146,12 @@ class Sessions:
             except zmq.Again:
                 return
             session = self._by_token.get(frames[0])
-            if session is None or len(frames) != 2:
-                self._on_bad_frame("client")
-                continue
             try:
+                if session is None or len(frames) != 2:
+                    raise BadFrame("not from an attached client")
                 message: ToNode = decode(frames[1], ToNode)
-            except BadFrame:
-                self._on_bad_frame("client")
+            except BadFrame as error:
+                self._on_bad_frame("client", error)
                 continue
             self._on_message(session, message)
 
@@ -177,9 +176,16 @@ class Sessions:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            attach: Attach = decode(sock.recv(65536), Attach)
-        except (BadFrame, OSError):
-            self._on_bad_frame("attach")
+            frame = sock.recv(65536)
+            if not frame:
+                sock.close()  # somebody only looked whether a node listens
+                return
+            attach: Attach = decode(frame, Attach)
+        except OSError:
+            sock.close()
+            return
+        except BadFrame as error:
+            self._on_bad_frame("attach", error)
             sock.close()
             return
         refusal = None

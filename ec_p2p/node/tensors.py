@@ -27,8 +27,10 @@ from ec_p2p.node.messages import (
 logger = logging.getLogger(__name__)
 
 _ALIGN = 4096
-_WINDOW_WAIT_S = 0.05
+_WINDOW_WAIT_S = 0.2
 _RETRY_S = 0.5
+_SILENCE_S = 5.0
+"""A node that did not grant a window in time is not waited for again for so long."""
 
 
 class Place(NamedTuple):
@@ -82,7 +84,6 @@ class Saver:
         self._windows: list[_WriteWindow] = []
         self._asked: dict[int, int] = {}
         self._not_before = 0.0
-        self._window_bytes = client.config.window_size
 
     def prepare(self) -> None:
         """Take in the node's answers and keep a full window in reserve. Never waits."""
@@ -138,12 +139,14 @@ class Saver:
                 return window
         # None fits: an item larger than any before, or a burst. One round trip now, larger windows from here on.
         attached = self._client.attached
-        if attached is None or nbytes > attached.slab_bytes:
+        if attached is None or nbytes > attached.slab_bytes or time.monotonic() < self._not_before:
             return None
         request = self._ask(max(nbytes, self._window_bytes))
         deadline = time.monotonic() + _WINDOW_WAIT_S
         while request in self._asked and (left := deadline - time.monotonic()) > 0:
             self._take_in(self._client.poll(left))
+        if request in self._asked:
+            self._not_before = time.monotonic() + _SILENCE_S
         for window in self._windows:
             if window.room >= nbytes:
                 return window
@@ -188,6 +191,12 @@ class Saver:
         self._windows.clear()
         self._asked.clear()
         self._not_before = 0.0
+
+    @property
+    def _window_bytes(self) -> int:
+        """What is configured, but never so much that a few workers' windows leave no room for entries."""
+        attached = self._client.attached
+        return min(self._client.config.window_size, attached.arena_bytes // 8 if attached else _ALIGN)
 
 
 class _WriteWindow:

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from ec_p2p.config import make_config
+from ec_p2p.node.address import attach_address
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import (
     Commit,
@@ -146,6 +147,10 @@ class RunningNode:
         self.config = config
         self.process = process
 
+    def listens(self):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            return probe.connect_ex(attach_address(self.config)) == 0
+
     def kill(self):
         self.process.kill()
         self.process.wait()
@@ -186,13 +191,20 @@ class Fleet:
         return node
 
     def client(self, node, kind="tool", instance="test", rank=-1):
-        client = Client(node.config if isinstance(node, RunningNode) else node, kind, instance, rank)
+        if isinstance(node, RunningNode):
+            until(lambda: node.process.poll() is not None or node.listens(), "the node to listen")
+            assert node.process.poll() is None, "the node did not start"
+            node = node.config
+        client = Client(node, kind, instance, rank)
         self.clients.append(client)
         return client
 
     def connected(self, *names, **settings):
-        """Nodes that all know and have connected to each other, each with a client: [(node, client), ...]."""
-        nodes = [self.node(name, **settings) for name in names]
+        """Nodes that all know and have connected to each other, each with a client: [(node, client), ...].
+
+        A setting holds for all; one in a dict named after the node holds for that node."""
+        common = {key: value for key, value in settings.items() if key not in names}
+        nodes = [self.node(name, **common, **settings.get(name, {})) for name in names]
         clients = [self.client(node) for node in nodes]
         for client in clients:
             until(lambda c=client: c.inspect().gauges["peers_ready"] == len(names) - 1, f"{len(names) - 1} peers")
