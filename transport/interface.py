@@ -55,7 +55,7 @@ class Reading(Protocol):
 class Transport(Protocol):
     """One end of the data plane. Made with the arena's base address; closed by its owner."""
 
-    name: str
+    kind: str
     """'nixl' or 'zmq': two ends of different kinds cannot read each other."""
 
     def register(self, offset: int, nbytes: int) -> None:

@@ -117,10 +117,9 @@ class NixlReading:
         return self._state
 
     def release(self) -> bool:
-        if self.poll() is State.POSTED:
+        if self._state is State.POSTED:
             self._fail("released")
-            self.poll()
-        return self._state is not State.POSTED
+        return self.poll() is not State.POSTED
 
     def _post(self) -> None:
         """Post pieces until one of them was copied on the spot: then it is the loop's turn."""

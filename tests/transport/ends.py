@@ -1,0 +1,214 @@
+"""The two ends of a transport: arenas, the reader in this process, holders in processes of their own.
+
+UCX wants one agent per process, so every end has its own, and what must close its end early runs in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import zmq
+
+from ec_p2p.transport import open_transport
+from ec_p2p.transport.interface import Span, State
+
+MIB = 1 << 20
+SLAB = 20 * MIB
+ARENA = 2 * SLAB
+PATIENCE_S = 30.0
+
+_spawn = multiprocessing.get_context("spawn")
+_numbers = itertools.count()
+
+
+def until(condition, what="the condition", patience_s=PATIENCE_S):
+    """Poll until `condition()` is true; returns its value."""
+    deadline = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
+        time.sleep(0.002)
+    return value
+
+
+def pattern(seed):
+    """Bytes that repeat, but not at a distance that a mistaken offset would have."""
+    block = random.Random(seed).randbytes(1_000_003)
+    return (block * (ARENA // len(block) + 1))[:ARENA]
+
+
+def unique_name():
+    return f"{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"
+
+
+class End:
+    """An arena, and a transport of its first slab."""
+
+    def __init__(self, kind, name, slabs=1):
+        self.memory = mmap.mmap(-1, ARENA)
+        self.context = zmq.Context()
+        self.transport = open_transport(
+            kind,
+            name,
+            ctypes.addressof(ctypes.c_char.from_buffer(self.memory)),
+            ARENA,
+            context=self.context,
+            bind_host="127.0.0.1",
+            advertise_host="127.0.0.1",
+        )
+        self.slabs = 0
+        for _ in range(slabs):
+            self.add_slab()
+
+    def add_slab(self):
+        self.transport.register(self.slabs * SLAB, SLAB)
+        self.slabs += 1
+
+    def wait(self, reading):
+        """Drive the reading, as a node does, until it has ended."""
+
+        def ended():
+            self.transport.progress()
+            return reading.poll() is not State.POSTED
+
+        until(ended, f"a READ from {reading.peer}")
+        assert reading.release()
+        return reading.poll()
+
+    def fetch(self, peer, remote, local, nbytes):
+        """Read into wiped memory; returns what landed."""
+        self.memory[local : local + nbytes] = bytes(nbytes)
+        reading = self.transport.read(peer, [Span(remote, local, nbytes)])
+        assert self.wait(reading) is State.DONE, reading.error
+        return self.memory[local : local + nbytes]
+
+    def close(self):
+        self.transport.close()
+        self.context.destroy(linger=0)
+
+
+class Holder:
+    """A process that fills its arena with `pattern(seed)` and lets peers read it."""
+
+    def __init__(self, kind, name=None, slabs=1):
+        self.name = name or unique_name()
+        self.seed = self.name
+        self._pipe, theirs = _spawn.Pipe()
+        self._process = _spawn.Process(target=_hold, args=(theirs, kind, self.name, slabs))
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+        self.card = self._answer()
+        self.bytes = pattern(self.seed)
+
+    def ask(self, order, *args):
+        self._pipe.send((order, args))
+        return self._answer()
+
+    def _answer(self):
+        assert self._pipe.poll(PATIENCE_S), f"holder {self.name} does not answer"
+        return self._pipe.recv()
+
+    def open_files(self):
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def stop(self):
+        """As SIGSTOP does, and wait until it has."""
+        os.kill(self.pid, signal.SIGSTOP)
+        until(lambda: _process_state(self.pid) == "T", "the holder to stop")
+
+    def resume(self):
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
+
+    def close(self):
+        self.kill()
+        self._process.close()
+        self._pipe.close()
+
+
+def _process_state(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def _hold(pipe, kind, name, slabs):
+    end = End(kind, name, slabs)
+    end.memory[:] = pattern(name)
+    pipe.send(end.transport.card())
+    poller = zmq.Poller()
+    for target in (pipe.fileno(), *end.transport.sockets()):
+        poller.register(target, zmq.POLLIN)
+    with contextlib.suppress(EOFError):
+        while True:
+            poller.poll(100)
+            end.transport.progress()
+            while pipe.poll():
+                order, args = pipe.recv()
+                pipe.send(_ORDERS[order](end, *args))
+    end.close()
+
+
+def _add_slab(end):
+    end.add_slab()
+    return end.transport.card()
+
+
+def _write(end, offset, data):
+    end.memory[offset : offset + len(data)] = data
+
+
+def _cut_connections(end):
+    """What a network does that loses a connection: both processes live on."""
+    cut = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                connection.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
+
+
+def _bad_frames(end):
+    return end.transport.bad_frames
+
+
+_ORDERS = {"add_slab": _add_slab, "write": _write, "cut": _cut_connections, "bad_frames": _bad_frames}
+
+
+def in_child(function, *args):
+    """What `function(*args)` returns in a process of its own, which must then end cleanly."""
+    ours, theirs = _spawn.Pipe()
+    process = _spawn.Process(target=_report, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(2 * PATIENCE_S), "the child does not answer"
+        try:
+            answer = ours.recv()
+        except EOFError:
+            answer = None
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+        return answer
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _report(pipe: Connection, function, args):
+    pipe.send(function(*args))
