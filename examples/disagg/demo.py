@@ -6,10 +6,10 @@ metrics of the running processes where each embedding came from. Exits 0 only wh
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,11 +259,8 @@ def demonstrate(folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, default=Path(".demo"), help="kept only when something fails")
-    folder = parser.parse_args().logs
-    shutil.rmtree(folder, ignore_errors=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="ec-p2p-demo-"))
     keep_logs = True
     try:
         last_line = demonstrate(folder)

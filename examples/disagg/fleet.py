@@ -87,11 +87,14 @@ class Server:
 
 @dataclass
 class Fleet:
-    """Starts pieces inside `run`, which ends them. `launcher` is the command that becomes a vLLM API server."""
+    """Starts pieces inside `run`, which ends them."""
 
     run: Run
     model: Path
     launcher: Sequence[str] = STOCK_SERVER
+    """The command that becomes a vLLM API server."""
+    caches: Path | None = None
+    """Where vLLM keeps what it learns about models, which makes the next start seconds faster. None: with the run."""
     ec_port: int = field(default_factory=free_port)
     directory_pub_port: int = field(default_factory=free_port)
 
@@ -130,8 +133,9 @@ class Fleet:
         if connector is not None:
             command += ["--ec-transfer-config", json.dumps(connector)]
         command += options
-        caches = {"VLLM_CACHE_ROOT": str(self.run.tmp / "vllm"), "VLLM_CONFIG_ROOT": str(self.run.tmp / "vllm-config")}
-        process = self.run.start(name, command, {**_ENVIRONMENT, **caches, **(env or {})})
+        caches = self.caches or self.run.tmp / "vllm"
+        roots = {"VLLM_CACHE_ROOT": str(caches), "VLLM_CONFIG_ROOT": str(caches)}
+        process = self.run.start(name, command, {**_ENVIRONMENT, **roots, **(env or {})})
         role = None if connector is None else str(connector["ec_role"])
         return Server(name, f"http://127.0.0.1:{port}", process, host, role)
 

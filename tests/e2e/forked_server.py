@@ -1,7 +1,7 @@
-"""vLLM's API server as `python forked_server.py OPTIONS`, which forks its engine core and workers instead of spawning them.
+"""vLLM's API server as `python forked_server.py OPTIONS`: its engine core and workers are forked instead of spawned.
 
-Importing vllm is most of a small server's start. Forked, it is imported once instead of three times. For tests only: what
-runs is the stock server with stock options, and every process of it is a real one.
+Importing vllm is most of a small server's start. Forked, it is imported once instead of three times. For tests only:
+what runs is the stock server with stock options, and every process of it is a real one.
 """
 
 from __future__ import annotations

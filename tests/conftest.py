@@ -1,0 +1,54 @@
+"""For every test: the examples can be imported, and nothing that a test has started outlives the session."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "disagg"))
+
+import procfs
+from processes import Failed, until
+
+_MARK = "EC_P2P_TESTS"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """Fails the session when a process of ours outlives it, or when this one still holds a socket of a node."""
+    mark = secrets.token_hex(8)
+    os.environ[_MARK] = mark
+    yield
+    del os.environ[_MARK]
+    gc.collect()
+    left: list[str] = []
+
+    def all_gone() -> bool:
+        left[:] = [f"process {pid}: {procfs.command(pid)}" for pid in _started_here(mark)]
+        left.extend(f"socket {name}" for name in _open_unix_sockets() if "ec-p2p" in name)
+        return not left
+
+    try:
+        until(all_gone, "the end of what the tests have started", timeout_s=30)
+    except Failed:
+        pytest.fail("left behind by the tests:\n" + "\n".join(left))
+
+
+def _started_here(mark: str) -> list[int]:
+    # multiprocessing's own helper lives as long as this interpreter, by design.
+    return [pid for pid in procfs.marked(_MARK, mark) if "multiprocessing.resource_tracker" not in procfs.command(pid)]
+
+
+def _open_unix_sockets() -> list[str]:
+    """Names of the Unix sockets that this process holds."""
+    names = dict(re.findall(r"(\d+) (\S+)$", Path("/proc/net/unix").read_text(), re.MULTILINE))
+    targets = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    inodes = (re.fullmatch(r"socket:\[(\d+)\]", target) for target in targets)
+    return [names[found[1]] for found in inodes if found and found[1] in names]

@@ -1,0 +1,72 @@
+"""Fleets for the end-to-end tests.
+
+`fleet` and `plain` live for the whole session: use images of your own (`fresh_image`), and compare metrics before and
+after. A test that kills or configures servers takes `own`, an empty fleet that ends with the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from chat import data_uri, picture
+from fleet import DemoFleet, Fleet, Server, start_demo_fleet
+from processes import Run
+
+from tests.e2e.rig import FORKED_SERVER, build_model
+
+_HERE = Path(__file__).parent
+_seeds = itertools.count(1000)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def session_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with Run(tmp_path_factory.mktemp("fleet")) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def model(session_run: Run) -> Path:
+    """The tiny Idefics3: 128 wide, 64 rows a tile."""
+    return build_model(session_run.tmp / "model")
+
+
+@pytest.fixture(scope="session")
+def session_fleet(session_run: Run, model: Path) -> Fleet:
+    """Starts further pieces that live as long as the session."""
+    return Fleet(session_run, model, FORKED_SERVER, caches=session_run.tmp / "vllm")
+
+
+@pytest.fixture(scope="session")
+def plain(session_fleet: Fleet) -> Server:
+    """A vLLM without a connector, to compare with."""
+    server = session_fleet.server("plain")
+    session_fleet.wait_ready([server])
+    return server
+
+
+@pytest.fixture(scope="session")
+def fleet(session_fleet: Fleet, plain: Server) -> DemoFleet:
+    """The demo's fleet. After `plain`, which fills the caches that make its servers start faster."""
+    return start_demo_fleet(session_fleet)
+
+
+@pytest.fixture
+def own(tmp_path: Path, model: Path, session_fleet: Fleet, plain: Server) -> Iterator[Fleet]:
+    """A fleet of the test's own, still empty."""
+    with Run(tmp_path / "fleet") as run:
+        yield Fleet(run, model, FORKED_SERVER, caches=session_fleet.caches)
+
+
+@pytest.fixture
+def fresh_image() -> Callable[..., str]:
+    """Makes data URIs of images that no test has used before: `fresh_image(width=400, height=300)`."""
+    return lambda width=400, height=300: data_uri(picture(next(_seeds), width, height))
