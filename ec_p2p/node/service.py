@@ -16,15 +16,12 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
-from ec_p2p.control.messages import PROTOCOL_VERSION, Advert, Card, EntryState, NodeInfo
+from ec_p2p.control.messages import PROTOCOL_VERSION, Card, EntryState, NodeInfo
 from ec_p2p.engine.arena import Arena
-from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
-from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import itemsize
+from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.node import network
 from ec_p2p.node.counters import Counters, Labels, MetricsServer, flat_gauges
 from ec_p2p.node.directory_links import DirectoryLinks
-from ec_p2p.node.encodings import Encodings
 from ec_p2p.node.fetch import Fetch, Fetches, Holder
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import (
@@ -37,19 +34,17 @@ from ec_p2p.node.messages import (
     Forget,
     Inspect,
     Inspection,
-    NoWindow,
     OpenWindow,
     Release,
-    Saved,
     SaveSkipped,
     Sync,
     Synced,
     ToNode,
     Want,
-    Window,
 )
 from ec_p2p.node.pacing import Pacing
 from ec_p2p.node.peers import Peer, Peers
+from ec_p2p.node.saving import Saving
 from ec_p2p.node.sessions import Session, Sessions
 from ec_p2p.node.wants import Wants
 from ec_p2p.transport import open_transport
@@ -96,7 +91,9 @@ class Node:
             bind_host=bind,
             advertise_host=advertise,
         )
-        self.backend = LocalCPUBackend(self.arena, on_slab=self._on_slab, on_evicted=self._on_evicted)
+        self.backend = LocalCPUBackend(
+            self.arena, on_slab=self._on_slab, on_evicted=lambda entry: self._saving.evicted(entry)
+        )
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
         self.backend.release(self.backend.reserve(1))
         self._peers = Peers(
@@ -131,7 +128,14 @@ class Node:
             lambda identity, reason: self._wants.failed(identity, reason, time.monotonic()),
             lambda identity: self._wants.wanted(identity),
         )
-        self._encodings = Encodings()
+        self._saving = Saving(
+            self.backend,
+            self._sessions,
+            self._links,
+            self.counters,
+            on_freed=self._fetches.memory_freed,
+            on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
+        )
         self._wants = Wants(
             self.backend, self._fetches, self._leases, self, self.counters, self._sessions.send, self._readers_ready
         )
@@ -140,7 +144,6 @@ class Node:
         self._poller = zmq.Poller()
         self._targets: dict[Any, Any] = {}
         self._watch_again = True
-        self._window_ids = 0
 
     # -------------------------------------------------------- life
 
@@ -223,8 +226,7 @@ class Node:
         self._peers.tick(now)
         self._links.tick(now)
         self._wants.tick(now)
-        for identity in self._encodings.expire(now):
-            self._encoding_ended(identity, now)
+        self._saving.tick(now)
         expired = self._leases.expire(now)
         if expired:
             self.counters.add("leases_expired", expired)
@@ -269,13 +271,13 @@ class Node:
             case Release():
                 self._leases.read_by(message.lease, message.reader)
             case Encoding():
-                self._on_encoding(session, message.identities, now)
+                self._saving.encoding(session, message.identities, now)
             case OpenWindow():
-                self._open_window(session, message)
+                self._saving.open_window(session, message)
             case CloseWindow():
-                self._close_window(session, message.window)
+                self._saving.close_window(session, message.window)
             case Commit():
-                self._commit(session, message, now)
+                self._saving.commit(session, message)
             case SaveSkipped():
                 self.counters.add("saves_skipped", reason=message.reason)
                 for scheduler in self._sessions.schedulers_of(session.attach.instance):
@@ -288,90 +290,12 @@ class Node:
 
     def _on_client_gone(self, session: Session) -> None:
         self._wants.forget_session(session)
-        for window in list(session.windows):
-            self._close_window(session, window)
+        self._saving.close_windows(session)
         self._watch_again = True
 
     def _readers_ready(self, session: Session, readers: int) -> bool:
         """A scheduler may be promised an entry only when those who will copy it have mapped this arena."""
         return session.attach.kind == "tool" or self._sessions.workers_of(session.attach.instance) >= readers
-
-    # -------------------------------------------------------- saving
-
-    def _open_window(self, session: Session, message: OpenWindow) -> None:
-        try:
-            extent = self.backend.reserve(message.nbytes)
-        except (TooLarge, OutOfMemory, ValueError) as error:
-            self.counters.add("windows_refused")
-            self._sessions.send(session, NoWindow(message.request, f"{type(error).__name__}: {error}"))
-            return
-        self._window_ids += 1
-        session.windows[self._window_ids] = extent
-        self._sessions.send(session, Window(message.request, self._window_ids, extent.offset, extent.nbytes))
-
-    def _close_window(self, session: Session, window: int) -> None:
-        extent: Extent | None = session.windows.pop(window, None)
-        if extent is not None:
-            self.backend.release(extent)
-            self._fetches.memory_freed()
-
-    def _commit(self, session: Session, commit: Commit, now: float) -> None:
-        extent: Extent | None = session.windows.get(commit.window)
-        try:
-            if extent is None:
-                raise ValueError(f"window {commit.window} is not this client's")
-            if commit.nbytes != commit.rows * commit.dim * itemsize(commit.dtype):
-                raise ValueError(f"{commit.nbytes} bytes are not {commit.rows} x {commit.dim} of {commit.dtype}")
-            piece = self.backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
-        except (ValueError, KeyError, OutOfMemory) as error:
-            self.counters.add("bad_commits")
-            logger.warning("commit refused: %s", error)
-            return
-        try:
-            entry = self.backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
-        except ValueError as error:
-            self.backend.release(piece)
-            self.counters.add("bad_commits")
-            logger.warning("commit refused: %s", error)
-            return
-        self.counters.add("saves")
-        self.counters.add("saved_bytes", entry.nbytes)
-        self._encodings.end(commit.identity)
-        self._advertise(entry)
-        for scheduler in self._sessions.schedulers_of(session.attach.instance):
-            self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
-        self._wants.changed(entry.identity, now)
-
-    def _on_encoding(self, session: Session, identities: list[bytes], now: float) -> None:
-        for identity in identities:
-            if self.backend.peek(identity) is None:
-                self._encodings.begin(identity, session.attach.instance, now)
-                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "unknown", 0, 0, 0))
-
-    def _encoding_ended(self, identity: bytes, now: float) -> None:
-        if self.backend.peek(identity) is None:
-            self._links.withdraw(identity)
-        self._wants.changed(identity, now)
-
-    def _advertise(self, entry: Entry) -> None:
-        self.counters.add("adverts")
-        self._links.store(
-            Advert(
-                entry.identity,
-                EntryState.RESIDENT,
-                entry.nbytes,
-                entry.rows,
-                entry.dim,
-                entry.dtype,
-                entry.offset,
-                entry.record_offset,
-                entry.generation,
-            )
-        )
-
-    def _on_evicted(self, entry: Entry) -> None:
-        self.counters.add("evictions")
-        self._links.withdraw(entry.identity)
 
     # -------------------------------------------------------- fetching
 
@@ -386,7 +310,7 @@ class Node:
         return found
 
     def being_encoded(self, identity: bytes, instance: str) -> bool:
-        return self._encodings.by_another(identity, instance) or any(
+        return self._saving.encoded_by_another(identity, instance) or any(
             advert.state == EntryState.PENDING and info.incarnation != self.incarnation
             for info, advert in self._links.lookup(identity)
         )
@@ -394,7 +318,7 @@ class Node:
     def _on_landed(self, entry: Entry, fetch: Fetch) -> None:
         self._wants.landed(entry, fetch.started_at)
         if self.config.share_fetched:
-            self._advertise(entry)
+            self._saving.advertise(entry)
 
     def _on_peer_ready(self, peer: Peer) -> None:
         self._fetches.peer_ready(peer, time.monotonic())

@@ -1,0 +1,141 @@
+"""From a worker's write window to an advertised entry.
+
+Owns windows and commits, and decides when the fleet is told: that an entry is being encoded, that it is here, that it
+is gone. It must never advertise bytes that are not in place.
+
+    (encoding announced) -> PENDING advert -> commit -> entry, RESIDENT advert -> eviction -> withdrawal
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+from ec_p2p.control.messages import Advert, EntryState
+from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.generation import itemsize
+from ec_p2p.node.counters import Counters
+from ec_p2p.node.directory_links import DirectoryLinks
+from ec_p2p.node.encodings import Encodings
+from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, Window
+from ec_p2p.node.sessions import Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+
+class Saving:
+    """Used by the node's loop only. `on_freed()` is called when a window's rest is free again, `on_change(identity)`
+    when an entry was stored or its encode given up."""
+
+    def __init__(
+        self,
+        backend: LocalCPUBackend,
+        sessions: Sessions,
+        links: DirectoryLinks,
+        counters: Counters,
+        on_freed: Callable[[], None],
+        on_change: Callable[[bytes], None],
+    ) -> None:
+        self._backend = backend
+        self._sessions = sessions
+        self._links = links
+        self._counters = counters
+        self._on_freed = on_freed
+        self._on_change = on_change
+        self._encodings = Encodings()
+        self._ids = itertools.count(1)
+
+    # -------------------------------------------------------- windows
+
+    def open_window(self, session: Session, message: OpenWindow) -> None:
+        try:
+            extent = self._backend.reserve(message.nbytes)
+        except (TooLarge, OutOfMemory, ValueError) as error:
+            self._counters.add("windows_refused")
+            self._sessions.send(session, NoWindow(message.request, f"{type(error).__name__}: {error}"))
+            return
+        window = next(self._ids)
+        session.windows[window] = extent
+        self._sessions.send(session, Window(message.request, window, extent.offset, extent.nbytes))
+
+    def close_window(self, session: Session, window: int) -> None:
+        extent: Extent | None = session.windows.pop(window, None)
+        if extent is not None:
+            self._backend.release(extent)
+            self._on_freed()
+
+    def close_windows(self, session: Session) -> None:
+        for window in list(session.windows):
+            self.close_window(session, window)
+
+    # -------------------------------------------------------- entries
+
+    def commit(self, session: Session, commit: Commit) -> None:
+        """Make an entry of bytes in the session's window. A commit that cannot be true is counted and ignored."""
+        try:
+            entry = self._publish(session, commit)
+        except (ValueError, KeyError, OutOfMemory) as error:
+            self._counters.add("bad_commits")
+            logger.warning("commit of %s refused: %s", session.attach.instance, error)
+            return
+        self._counters.add("saves")
+        self._counters.add("saved_bytes", entry.nbytes)
+        self._encodings.end(entry.identity)
+        self.advertise(entry)
+        for scheduler in self._sessions.schedulers_of(session.attach.instance):
+            self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
+        self._on_change(entry.identity)
+
+    def _publish(self, session: Session, commit: Commit) -> Entry:
+        extent: Extent | None = session.windows.get(commit.window)
+        if extent is None:
+            raise ValueError(f"window {commit.window} is not this client's")
+        if commit.nbytes != commit.rows * commit.dim * itemsize(commit.dtype):
+            raise ValueError(f"{commit.nbytes} bytes are not {commit.rows} x {commit.dim} of {commit.dtype}")
+        piece = self._backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
+        try:
+            return self._backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
+        except ValueError:
+            self._backend.release(piece)
+            raise
+
+    def advertise(self, entry: Entry) -> None:
+        self._counters.add("adverts")
+        self._links.store(
+            Advert(
+                entry.identity,
+                EntryState.RESIDENT,
+                entry.nbytes,
+                entry.rows,
+                entry.dim,
+                entry.dtype,
+                entry.offset,
+                entry.record_offset,
+                entry.generation,
+            )
+        )
+
+    def evicted(self, entry: Entry) -> None:
+        self._counters.add("evictions")
+        self._links.withdraw(entry.identity)
+
+    # -------------------------------------------------------- encodes
+
+    def encoding(self, session: Session, identities: list[bytes], now: float) -> None:
+        """The session's instance is about to compute these."""
+        for identity in identities:
+            if self._backend.peek(identity) is None:
+                self._encodings.begin(identity, session.attach.instance, now)
+                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "unknown", 0, 0, 0))
+
+    def encoded_by_another(self, identity: bytes, instance: str) -> bool:
+        return self._encodings.by_another(identity, instance)
+
+    def tick(self, now: float) -> None:
+        """Give up encodes that were announced too long ago."""
+        for identity in self._encodings.expire(now):
+            if self._backend.peek(identity) is None:
+                self._links.withdraw(identity)
+            self._on_change(identity)
