@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ec_p2p.config import Config
 from ec_p2p.connector.counts import Counts
 from ec_p2p.connector.request_state import Event, Item, Lease, RequestRecord, State
@@ -124,7 +126,7 @@ class Asking:
 
     def announce(self, identities: Sequence[bytes]) -> None:
         """Tell others that these are being encoded here."""
-        if identities and self._client.attach():
+        if identities:
             self._client.encoding(identities)
 
     # -------------------------------------------------------- leases
@@ -233,6 +235,10 @@ class Asking:
         if want.check or item.state is not State.WANTED:
             self._release(want.incarnation, landed.lease)
             return
+        if not _loadable(landed):
+            self._release(want.incarnation, landed.lease)
+            self._missed(item, "layout")
+            return
         item.apply(Event.LANDED)
         item.reason = landed.source
         place = Place(
@@ -301,3 +307,9 @@ class Asking:
     def _release(self, incarnation: bytes, lease: int) -> None:
         if incarnation == self._client.incarnation:
             self._client.release(lease)
+
+
+def _loadable(landed: Landed) -> bool:
+    """Whether a worker can make a tensor of it: a fleet may hold dtypes that this torch does not know."""
+    kind = getattr(torch, landed.dtype, None)
+    return isinstance(kind, torch.dtype) and landed.nbytes == landed.rows * landed.dim * kind.itemsize

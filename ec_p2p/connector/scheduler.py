@@ -123,8 +123,9 @@ class SchedulerSide:
         return failed
 
     def listen(self) -> None:
-        """Tell the node what this step encodes, and take in what it has said meanwhile."""
-        self._asking.announce(list(self._step.encodes.values()))
+        """Tell the node, if there is one, what this step encodes, and take in what it has said meanwhile."""
+        if self._client.attach():
+            self._asking.announce(list(self._step.encodes.values()))
         self._asking.hear()
 
     def end_step(self, scheduler_output: Any) -> ECP2PMetadata:

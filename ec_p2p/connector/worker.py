@@ -17,6 +17,7 @@ import torch
 from ec_p2p.connector.metadata import ECP2PMetadata
 from ec_p2p.connector.topology import WorkerRank
 from ec_p2p.node.client import NodeClient
+from ec_p2p.node.messages import SaveSkipped
 from ec_p2p.node.tensors import Loader, Place, Saver
 
 logger = logging.getLogger("vllm.ec_p2p")
@@ -79,7 +80,7 @@ class WorkerSide:
                 for identifier, identity in step.saves_resident.items():
                     tensor = encoder_cache.get(identifier)
                     if tensor is not None:
-                        self._saver.save(identity, tensor)
+                        self._save(identity, tensor)
 
     def save(self, encoder_cache: EncoderCache, identifier: str, step: ECP2PMetadata) -> None:
         """Publish one encoder output. The copy is made before this returns."""
@@ -87,7 +88,7 @@ class WorkerSide:
         if identity is None or not self._rank.saves:
             return
         with self._lock, _sync_allowed():
-            outcome = self._saver.save(identity, encoder_cache[identifier])
+            outcome = self._save(identity, encoder_cache[identifier])
         if outcome != "saved":
             logger.debug("the encoder output of %.64r is not shared: %s", identifier, outcome)
 
@@ -108,6 +109,15 @@ class WorkerSide:
         else:
             self._client.attach()
             self._client.poll()
+
+    def _save(self, identity: bytes, tensor: torch.Tensor) -> str:
+        try:
+            return self._saver.save(identity, tensor)
+        except Exception as error:
+            # Told to the node, which tells the scheduler: a worker's own counts do not reach vLLM's metrics.
+            self._client.send(SaveSkipped("error"))
+            self._on_error("save", error)
+            return "error"
 
     def _load(self, encoder_cache: EncoderCache, loads: Iterable[tuple[str, Place]]) -> None:
         failed: list[str] = []
