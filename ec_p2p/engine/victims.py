@@ -42,17 +42,25 @@ def choose(extents: Extents, candidates: Iterable[Extent], size: int) -> list[Ex
 
 
 def _needed(extents: Extents, imagined: dict[int, Extent], start: int, end: int, size: int) -> list[Extent]:
-    # The run as pieces in address order; free ones carry no extent.
-    pieces: list[tuple[int, Extent | None]] = []
+    # The run as pieces in address order; free ones carry no extent and have no price.
+    pieces: list[tuple[int, int, Extent | None]] = []
     at = start
     while at < end:
         extent = imagined.get(at)
         behind = at + extent.nbytes if extent is not None else extents.free_starting_at(at)
         assert behind is not None, "a run is made of candidates and free ranges only"
-        pieces.append((behind - at, extent))
+        pieces.append((behind - at, 0 if extent is None else extent.nbytes, extent))
         at = behind
-    spare = end - start - size
-    for edge in (0, -1):
-        while pieces and pieces[edge][0] <= spare:
-            spare -= pieces.pop(edge)[0]
-    return [extent for _, extent in pieces if extent is not None]
+    # Of all windows over the pieces that give `size`, the first with the fewest bytes to evict.
+    best, least = pieces, end - start + 1
+    first = width = price = 0
+    for behind, (nbytes, cost, _) in enumerate(pieces, 1):
+        width += nbytes
+        price += cost
+        while width - pieces[first][0] >= size:
+            width -= pieces[first][0]
+            price -= pieces[first][1]
+            first += 1
+        if width >= size and price < least:
+            best, least = pieces[first:behind], price
+    return [extent for _, _, extent in best if extent is not None]
