@@ -50,6 +50,12 @@ def encoder_request(request: dict[str, Any], item: dict[str, Any]) -> dict[str, 
     return {**shaping, "messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
 
 
+def hint_in(answer: object) -> dict[str, Any]:
+    """The `ec_transfer_params` of an encoder's answer; empty where there are none."""
+    hint = answer.get("ec_transfer_params") if isinstance(answer, dict) else None
+    return hint if isinstance(hint, dict) else {}
+
+
 class Proxy:
     """Owns the connections to the instances. One event loop."""
 
@@ -117,11 +123,10 @@ class Proxy:
                 timeout=self._encoder_timeout,
             ) as answer:
                 answer.raise_for_status()
-                hint = (await answer.json()).get("ec_transfer_params") or {}
+                return hint_in(await answer.json())
         except (ClientError, TimeoutError, ValueError) as error:
             _log.warning("encoder %s failed, the request goes on without it: %r", encoder, error)
             return {}
-        return hint if isinstance(hint, dict) else {}
 
     async def _models(self, incoming: web.Request) -> web.StreamResponse:
         try:
