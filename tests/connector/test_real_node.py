@@ -60,6 +60,9 @@ class Runner:
         self.execute(scheduler.build_connector_meta(step(1)), encodes, outputs, tokens=1)
         return True
 
+    def serve(self, r, outputs):
+        until(lambda: self.run(r, outputs), f"{r.request_id} to run")
+
     def execute(self, meta, encodes, outputs, tokens):
         meta = pickle.loads(pickle.dumps(meta))
         so = SimpleNamespace(ec_connector_metadata=meta, finished_req_ids=set())
@@ -149,7 +152,7 @@ def test_what_one_engine_encodes_another_loads_bit_by_bit(fleet, engine):
     computed = outputs("x", "y")
     expected = copies(computed)
     r = request("x", "y")
-    assert producer.run(r, computed)
+    producer.serve(r, computed)
     # vLLM may overwrite them as soon as the hook has returned.
     for tensor in computed.values():
         tensor.zero_()
@@ -158,7 +161,7 @@ def test_what_one_engine_encodes_another_loads_bit_by_bit(fleet, engine):
     params = finish(producer, r)
     assert params["x"]["ec_p2p"] == {"node": one, "rows": 10}
     r = request("x", image("y", 10, data=without_media), hint=params)
-    until(lambda: consumer.run(r, {}), "both items to land")
+    consumer.serve(r, {})
     assert same(consumer.cache, expected)
     counted = Metrics(consumer)
     assert counted["lookups"] == {"remote": 2}
@@ -171,7 +174,7 @@ def test_what_nobody_has_is_encoded_by_a_consumer_and_not_saved(fleet, engine):
     _, two, observer = pair(fleet)
     consumer = engine(two, "ec_consumer")
     computed = outputs("x")
-    assert consumer.run(request("x"), computed)
+    consumer.serve(request("x"), computed)
     assert same(consumer.cache, computed)
     assert Metrics(consumer)["local_encodes"] == {"no_source": 1}
     assert observer.inspect().gauges["entries"] == 0
@@ -182,15 +185,15 @@ def test_ec_both_hits_on_its_own_output_and_on_anothers(fleet, engine):
     first, second = engine(one, "ec_both"), engine(two, "ec_both")
     computed = outputs("x")
     expected = copies(computed)
-    assert first.run(request("x"), computed)
+    first.serve(request("x"), computed)
     first_counts, second_counts = Metrics(first), Metrics(second)
     until(lambda: first_counts["saves"] == {"saved": 1}, "the save")
     first.forget("x")
-    assert first.run(request("x"), {})
+    first.serve(request("x"), {})
     assert same(first.cache, expected)
     assert first_counts["lookups"] == {"missing": 1, "local": 1}
     r = request("x", hint={"x": {}})
-    until(lambda: second.run(r, {}), "the entry")
+    second.serve(r, {})
     assert same(second.cache, expected)
     assert second_counts["lookups"] == {"remote": 1}
 
@@ -200,11 +203,11 @@ def test_a_producer_loads_what_its_host_holds_so_that_vllm_is_right(fleet, engin
     first, second = engine(one, "ec_producer"), engine(one, "ec_producer")
     computed = outputs("x")
     expected = copies(computed)
-    first.run(request("x"), computed)
+    first.serve(request("x"), computed)
     counted = Metrics(first)
     until(lambda: counted["saves"] == {"saved": 1}, "the save")
     r = request("x")
-    until(lambda: second.run(r, {}), "the entry")
+    second.serve(r, {})
     assert same(second.cache, expected)
 
 
@@ -214,17 +217,17 @@ def test_what_the_node_lost_is_published_again(fleet, engine, monkeypatch):
     fleet.client(node)
     producer = engine(node.config.name, "ec_producer")
     counted = Metrics(producer)
-    assert producer.run(request("x"), outputs("x"))
+    producer.serve(request("x"), outputs("x"))
     until(lambda: counted["saves"] == {"saved": 1}, "the save")
     node.kill()
     observer = fleet.client(fleet.node("a"))
 
     def published():
-        producer.run(request("x"), {})  # vLLM has it: nothing is encoded
+        producer.serve(request("x"), {})  # vLLM has it: nothing is encoded
         return observer.inspect().gauges["entries"] == 1
 
     until(published, "the entry to be there again")
-    assert producer.run(request("x"), {})
+    producer.serve(request("x"), {})
 
 
 def test_a_node_that_dies_after_the_promise(fleet, engine):
@@ -233,7 +236,7 @@ def test_a_node_that_dies_after_the_promise(fleet, engine):
     both = engine(node.config.name, "ec_both")
     computed = outputs("x")
     expected = copies(computed)
-    both.run(request("x"), computed)
+    both.serve(request("x"), computed)
     counted = Metrics(both)
     until(lambda: counted["saves"] == {"saved": 1}, "the save")
     both.forget("x")
@@ -246,7 +249,7 @@ def test_a_node_that_dies_after_the_promise(fleet, engine):
     assert same(both.cache, expected)
     # And the engine goes on without a node.
     again = outputs("z")
-    until(lambda: both.run(request("z"), again), "a local encode")
+    both.serve(request("z"), again)
     assert torch.equal(both.cache["z"], again["z"])
 
 
@@ -257,15 +260,17 @@ def test_placeholders_alone_survive_a_new_node(fleet, engine, monkeypatch):
     producer, consumer = engine(holder.config.name, "ec_producer"), engine(node.config.name, "ec_consumer")
     computed = outputs("x")
     expected = copies(computed)
-    producer.run(request("x"), computed)
+    producer.serve(request("x"), computed)
+    counted = Metrics(producer)
+    until(lambda: counted["saves"] == {"saved": 1}, "the save")
     node.kill()
     fleet.node("b")
 
     def served():
         r = request(image("x", data=without_media))
-        deadline = until(lambda: consumer.run(r, {}) or consumer.scheduler.take_unavailable_requests(), "an answer")
+        answer = until(lambda: consumer.run(r, {}) or consumer.scheduler.take_unavailable_requests(), "an answer")
         finish(consumer, r)
-        return deadline is True
+        return answer is True
 
     until(served, "the entry to be loaded through the next node")
     assert same(consumer.cache, expected)
@@ -276,7 +281,7 @@ def test_a_lease_ends_when_every_rank_has_copied(fleet, engine, monkeypatch):
     producer = engine(one, "ec_producer")
     computed = outputs("x")
     expected = copies(computed)
-    producer.run(request("x"), computed)
+    producer.serve(request("x"), computed)
     monkeypatch.setattr("ec_p2p.connector.connector.readers_of", lambda _: 2)
     consumer = engine(two, "ec_consumer")
     monkeypatch.setattr("ec_p2p.connector.connector.worker_rank", lambda _: WorkerRank(1, False))
@@ -305,9 +310,9 @@ def test_an_item_larger_than_the_arena_is_refused_and_harms_nobody(fleet, engine
     producer = engine(node.config.name, "ec_producer", max_local_cpu_size="1MiB", slab_size="1MiB")
     big = {"x": torch.ones(20_000, 64, dtype=torch.bfloat16)}
     r = request("x")
-    assert producer.run(r, big)
+    producer.serve(r, big)
     counted = Metrics(producer)
     until(lambda: counted["saves"] == {"too_large": 1}, "the refusal")
     assert finish(producer, r)["x"]["metadata"] == {}
-    assert producer.run(request("y"), outputs("y"))
+    producer.serve(request("y"), outputs("y"))
     until(lambda: observer.inspect().gauges["entries"] == 1, "the next one")
