@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,33 +114,27 @@ def _check_json(where: str, value: object) -> None:
 
 # ---------------------------------------------------------------- weights
 
-_WRAPPERS = {"model", "transformer", "backbone", "decoder", "thinker", "vlm"}
+_OUTSIDE = {"model", "thinker", "vlm"}
 _LANGUAGE_MODELS = {"language_model", "text_model", "language", "llm"}
-_DECODER_PARTS = {"layers", "blocks", "h", "norm", "final_norm", "norm_f", "ln_f", "lm_head", "output"}
+_INSIDE = {"model", "transformer", "backbone", "decoder"}
+_DECODER_PARTS = {"layers", "norm", "lm_head", "output"}
 
 
 def in_language_model(tensor: str) -> bool:
     """Whether a tensor of this name belongs to the language model's decoder or head.
 
-    The name, without leading wrappers (`model`, `thinker`, ...), may name a language model (`language_model`,
-    `text_model`, `llm`, `language`) and more wrappers, and must then go on with a part of a decoder (`layers`, `norm`,
-    `lm_head`, ...). So `model.text_model.layers.0...` is of the language model, `model.vision_model...`,
+    The name may begin with wrappers (`model`, `thinker`, ...), may then name a language model (`language_model`,
+    `text_model`, `llm`, `language`) and wrappers inside it, and must go on with a part of a decoder (`layers`, `norm`,
+    `lm_head`, ...). So `model.text_model.layers.0...` is of the language model; `model.vision_model.layers.0...`,
     `vision_tower.text_model...` and all unknown names are not: a wrong no costs sharing, a wrong yes a wrong embedding.
 
     Token embedding tables are not counted in, on purpose. Some encoders (Molmo2; Qwen3-VL and Nemotron-VL video) put
     rows of that table between the rows they compute, and quantised checkpoints leave it as it is.
     """
-    components = tensor.split(".")
-    at = _skip(components, 0, _WRAPPERS)
-    if components[at] in _LANGUAGE_MODELS:
-        at = _skip(components, at + 1, _WRAPPERS)
-    return components[at] in _DECODER_PARTS
-
-
-def _skip(components: list[str], at: int, names: set[str]) -> int:
-    while at < len(components) - 1 and components[at] in names:
-        at += 1
-    return at
+    rest = list(dropwhile(_OUTSIDE.__contains__, tensor.split(".")))
+    if rest and rest[0] in _LANGUAGE_MODELS:
+        rest = list(dropwhile(_INSIDE.__contains__, rest[1:]))
+    return bool(rest) and rest[0] in _DECODER_PARTS
 
 
 def weights_fingerprint(model_dir: Path) -> str | None:

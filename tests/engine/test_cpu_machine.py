@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
@@ -303,4 +303,6 @@ class CpuMachine(RuleBasedStateMachine):
 
 
 TestCpuMachine = CpuMachine.TestCase
-TestCpuMachine.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestCpuMachine.settings = settings(
+    max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

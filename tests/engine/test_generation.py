@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine.arena import PAGE, Arena, Slab
@@ -53,6 +53,7 @@ def test_itemsizes_are_torchs() -> None:
         assert itemsize(name) == getattr(torch, name).itemsize
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 2**64 - 1),
     st.binary(min_size=32, max_size=32),
@@ -66,6 +67,7 @@ def test_pack_and_unpack_are_inverse(generation: int, identity: bytes, rows: int
         assert unpack(pack(record)) == record
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=64, max_size=64))
 def test_unpack_takes_any_64_bytes(data: bytes) -> None:
     record = unpack(data)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine.policy import LRU, EvictionPolicy
@@ -15,6 +15,7 @@ def test_lru_gives_up_the_least_recently_used_first() -> None:
     assert list(policy.victims()) == [b"c", b"a"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("atr"), st.integers(0, 5))))
 def test_lru_agrees_with_a_list(calls: list[tuple[str, int]]) -> None:
     policy, order = LRU(), list[bytes]()
