@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _MESSAGES_PER_TURN = 256
 _PUBLISH_BYTES = 256 << 10
 _ROUTER_HWM = 100
+_LONGEST_SUBSCRIPTION = 256
 _SNAPSHOTS_AT_ONCE = 4
 _SNAPSHOTS_WAITING = 10_000
 _CHUNKS_PER_TURN = 4
@@ -96,7 +97,9 @@ class Directory:
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # An XPUB also tells of new subscribers: they get the current sequence number at once.
-        self._pub = open_socket(self._context, zmq.XPUB, bind)
+        # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
+        # a stranger's long one would overflow the stack.
+        self._pub = open_socket(self._context, zmq.XPUB, bind, max_frame=_LONGEST_SUBSCRIPTION)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
             self._router.bind(f"{host}:{'*' if port == '0' else port}")

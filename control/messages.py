@@ -162,7 +162,10 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"
 
 
 class NodeUp(msgspec.Struct, frozen=True, array_like=True, tag="up"):
-    """A node said hello: forget what was known of this incarnation, adverts follow."""
+    """A node said hello: what was known of this incarnation does not count any more, its adverts follow.
+
+    A subscriber may forget at once, or wait a little for what is announced again.
+    """
 
     node: NodeInfo
 

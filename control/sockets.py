@@ -23,19 +23,26 @@ _HEARTBEAT_TIMEOUT_MS = 4_000
 
 
 def open_socket(
-    context: Context, kind: int, endpoint: str, *, send_hwm: int = 1_000, receive_hwm: int = 1_000, linger_ms: int = 0
+    context: Context,
+    kind: int,
+    endpoint: str,
+    *,
+    send_hwm: int = 1_000,
+    receive_hwm: int = 1_000,
+    linger_ms: int = 0,
+    max_frame: int = MAX_FRAME,
 ) -> Socket:
     """A socket of `kind`, not yet bound or connected, that is meant for `endpoint`.
 
-    Frames over the codec's limit end the connection they came on. A peer that does not answer is given up after two
-    seconds and dialled again at least once a second. A connecting socket queues nothing before the connection stands.
+    A frame that comes in longer than `max_frame` ends its connection. A peer that does not answer is given up after
+    two seconds and dialled again at least once a second. Nothing is queued for a peer that is not connected.
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     socket.setsockopt(zmq.SNDHWM, send_hwm)
     socket.setsockopt(zmq.RCVHWM, receive_hwm)
     socket.setsockopt(zmq.LINGER, linger_ms)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)

@@ -90,15 +90,16 @@ class DirectoryState:
 
     def _hello(self, info: NodeInfo, route: bytes, now: float) -> list[Event]:
         place = (info.name, info.address)
-        predecessor = self._nodes.get(self._places.get(place, info.incarnation))
-        gone = self._forget(predecessor) if predecessor else []
+        predecessor = self._nodes.get(self._places.get(place, b""))
+        events = self._forget(predecessor) if predecessor and predecessor.info != info else []
         again = self._nodes.get(info.incarnation)
         if again:
+            # Without a 'down': replicas take the 'up' of an incarnation that they know as that too.
             self._forget(again)
         self._nodes[info.incarnation] = _Known(info, route, now)
         self._places[place] = info.incarnation
-        # Replicas take an 'up' of an incarnation they know as its 'down' too.
-        return [*(event for event in gone if event != NodeDown(info.incarnation)), NodeUp(info)]
+        events.append(NodeUp(info))
+        return events
 
     def _announce(self, message: Announce, known: _Known) -> list[Event] | None:
         if message.seq <= known.seq:
@@ -123,20 +124,20 @@ class DirectoryState:
         return [NodeDown(known.info.incarnation)]
 
 
-def chunks(nodes: list[SnapshotNode]) -> Iterator[list[SnapshotNode]]:
+def chunks(nodes: list[SnapshotNode], adverts_per_chunk: int = _CHUNK_ADVERTS) -> Iterator[list[SnapshotNode]]:
     """`nodes` in slices that each fit one frame; a node with many adverts is spread over several. Never none."""
-    slice_: list[SnapshotNode] = []
-    room = _CHUNK_ADVERTS
+    chunk: list[SnapshotNode] = []
+    room = adverts_per_chunk
     for node in nodes:
         start = 0
         while True:
-            if room <= _NODE_COST:
-                yield slice_
-                slice_, room = [], _CHUNK_ADVERTS
-            adverts = node.adverts[start : start + room - _NODE_COST]
-            slice_.append(SnapshotNode(node.node, adverts))
+            if room <= _NODE_COST and chunk:
+                yield chunk
+                chunk, room = [], adverts_per_chunk
+            adverts = node.adverts[start : start + max(1, room - _NODE_COST)]
+            chunk.append(SnapshotNode(node.node, adverts))
             room -= _NODE_COST + len(adverts)
             start += len(adverts)
             if start >= len(node.adverts):
                 break
-    yield slice_
+    yield chunk

@@ -79,6 +79,7 @@ announces = st.builds(
 snapshots = st.builds(
     SnapshotChunk,
     token=naturals,
+    index=naturals,
     epoch=incarnations,
     seq=naturals,
     last=st.booleans(),

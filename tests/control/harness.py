@@ -1,0 +1,102 @@
+"""A loop that drives announcers, replicas and views as a node's loop does, directories on free ports, sample data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import zmq
+
+from ec_p2p.control.announcer import Announcer
+from ec_p2p.control.directory import Directory
+from ec_p2p.control.messages import Advert, EntryState, NodeInfo
+from ec_p2p.control.replica import Replica
+from ec_p2p.control.sockets import Context
+from ec_p2p.control.view import View
+
+PATIENCE_S = 15.0
+
+
+class Loop:
+    """Everything made by it is driven while it waits for a condition, and closed at the end of the test."""
+
+    def __init__(self) -> None:
+        self.context: Context = zmq.Context()
+        self.driven: list[Announcer | Replica | View] = []
+        self._exit = ExitStack()
+        self._exit.callback(self.context.term)
+
+    def directory(self, bind: str = "tcp://127.0.0.1:0", **options: Any) -> Directory:
+        directory = self._exit.enter_context(Directory(bind, **options))
+        directory.start()
+        return directory
+
+    def announcer(self, endpoint: str, node: NodeInfo, **options: Any) -> Announcer:
+        return self._add(Announcer(self.context, endpoint, node, **{"heartbeat_s": 0.1, "timeout_s": 1.0, **options}))
+
+    def replica(self, endpoint: str, **options: Any) -> Replica:
+        return self._add(Replica(self.context, endpoint, **{"node_timeout_s": 1.0, **options}))
+
+    def view(self, endpoints: list[str], **options: Any) -> View:
+        return self._add(View(self.context, endpoints, **{"node_timeout_s": 1.0, **options}))
+
+    def _add(self, driven: Any) -> Any:
+        self.driven.append(driven)
+        self._exit.callback(driven.close)
+        return driven
+
+    def forget(self, driven: Announcer | Replica | View) -> None:
+        """Stop driving it, as if its process had been killed."""
+        self.driven.remove(driven)
+        driven.close()
+
+    def turn(self, longest_s: float = 0.02) -> None:
+        now = time.monotonic()
+        wait_s = min([longest_s, *(driven.tick(now) for driven in self.driven)])
+        owners = {
+            socket: driven
+            for driven in self.driven
+            for socket in ([driven.socket] if isinstance(driven, Announcer) else driven.sockets)
+        }
+        poller = zmq.Poller()
+        for socket in owners:
+            poller.register(socket, zmq.POLLIN)
+        for socket, _ in poller.poll(max(0.0, wait_s) * 1000):
+            owner = owners[socket]
+            if isinstance(owner, Announcer):
+                owner.on_readable()
+            else:
+                owner.on_readable(socket)
+
+    def until(self, condition: Callable[[], object], what: str = "") -> None:
+        """Drive until the condition holds; fail after a generous while."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"never came true: {what or condition}")
+            self.turn()
+
+    def close(self) -> None:
+        self._exit.close()
+
+
+def node(number: int, *, life: int = 0, address: str = "") -> NodeInfo:
+    """A node by number; another `life` is another incarnation of it at the same address."""
+    return NodeInfo(bytes([number] * 15 + [life]), f"host-{number}", address or f"tcp://10.0.0.{number}:5000")
+
+
+def advert(number: int, generation: int = 1) -> Advert:
+    return Advert(
+        identity=number.to_bytes(32, "big"),
+        state=EntryState.RESIDENT,
+        nbytes=4096,
+        rows=16,
+        dim=128,
+        dtype="bfloat16",
+        offset=4096 * number,
+        record=64 * number,
+        generation=generation,
+    )

@@ -1,0 +1,380 @@
+"""Directories, announcers and replicas over real sockets: what is said arrives, and what is lost is said again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from ec_p2p.control.codec import decode, encode
+from ec_p2p.control.directory import Directory
+from ec_p2p.control.messages import (
+    PROTOCOL_VERSION,
+    FromDirectory,
+    Hello,
+    NodeInfo,
+    Refused,
+    SnapshotRequest,
+    ToDirectory,
+    Welcome,
+)
+from ec_p2p.control.replica import Replica
+from ec_p2p.control.sockets import open_socket, split_endpoint
+from tests.control.harness import Loop, advert, node
+
+ONE, TWO = advert(1).identity, advert(2).identity
+
+
+def in_step(directory: Directory, replica: Replica) -> bool:
+    """The replica stands where the directory stands."""
+    return replica.position == (directory.epoch, directory.stats()["seq"]) and replica.fresh
+
+
+def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop) -> None:
+    changes: list[bytes] = []
+    nodes: list[tuple[NodeInfo, bool]] = []
+    directory = loop.directory()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    replica = loop.replica(
+        directory.endpoint, on_change=changes.append, on_node=lambda node, up: nodes.append((node, up))
+    )
+    announcer.store(advert(1))
+    announcer.store(advert(2))
+    loop.until(lambda: replica.lookup(ONE) and replica.lookup(TWO))
+    announcer.store(advert(2, generation=2))
+    loop.until(lambda: replica.lookup(TWO) == [(node(1), advert(2, generation=2))])
+    announcer.withdraw(ONE)
+    announcer.withdraw(b"never stored".ljust(32))
+    loop.until(lambda: not replica.lookup(ONE))
+    loop.until(lambda: replica.fresh and announcer.connected)
+    assert (len(replica), replica.nodes(), announcer.pending) == (1, [node(1)], 0)
+    announcer.goodbye()
+    loop.until(lambda: not replica.nodes())
+    assert replica.lookup(TWO) == []
+    assert changes == [ONE, TWO, TWO, ONE, TWO]
+    assert nodes == [(node(1), True), (node(1), False)]
+    assert not announcer.connected
+
+
+def test_a_silent_node_disappears(loop: Loop) -> None:
+    directory = loop.directory(node_timeout_s=0.5, heartbeat_s=0.1)
+    announcers = [loop.announcer(directory.endpoint, node(number)) for number in (1, 2)]
+    replica = loop.replica(directory.endpoint)
+    for announcer in announcers:
+        announcer.store(advert(1))
+    loop.until(lambda: len(replica.lookup(ONE)) == 2)
+    loop.forget(announcers[0])
+    loop.until(lambda: replica.lookup(ONE) == [(node(2), advert(1))])
+
+
+def test_nobody_needs_the_directory_at_start(loop: Loop) -> None:
+    with Directory("tcp://127.0.0.1:0") as probe:
+        endpoint = probe.endpoint
+    announcer = loop.announcer(endpoint, node(1))
+    replica = loop.replica(endpoint)
+    announcer.store(advert(1))
+    for _ in range(20):
+        loop.turn()
+    assert not announcer.connected
+    assert not replica.fresh
+    assert announcer.pending == 1
+    loop.directory(endpoint)
+    loop.until(lambda: replica.lookup(ONE) and replica.fresh and announcer.connected)
+
+
+@pytest.mark.parametrize("same_pub_port", [True, False])
+def test_a_directory_that_comes_back_empty_is_told_again(loop: Loop, same_pub_port: bool) -> None:
+    first = Directory("tcp://127.0.0.1:0")
+    first.start()
+    announcers = [loop.announcer(first.endpoint, node(number)) for number in (1, 2)]
+    replica = loop.replica(first.endpoint)
+    for announcer in announcers:
+        announcer.store(advert(1))
+    loop.until(lambda: in_step(first, replica) and len(replica.lookup(ONE)) == 2)
+    first.close()
+    announcers[0].withdraw(ONE)
+    announcers[1].store(advert(2))
+    second = loop.directory(first.endpoint, pub_port=first.pub_port if same_pub_port else 0)
+
+    def converged() -> bool:
+        assert replica.lookup(ONE), "the other node holds it all the time"
+        return replica.lookup(ONE) == [(node(2), advert(1))] and bool(replica.lookup(TWO))
+
+    loop.until(converged)
+    loop.until(lambda: in_step(second, replica))
+    assert second.stats()["entries"] == len(replica) == 2
+
+
+def test_a_lost_publication_is_noticed_and_mended(loop: Loop) -> None:
+    directory = loop.directory(heartbeat_s=0.2)
+    announcer = loop.announcer(directory.endpoint, node(1))
+    replica = loop.replica(directory.endpoint)
+    announcer.store(advert(1))
+    loop.until(lambda: in_step(directory, replica) and replica.lookup(ONE))
+    _, sub = replica.sockets
+    sub.setsockopt(zmq.UNSUBSCRIBE, b"ec")
+    loop.until(lambda: replica.counters["silences"], "unsubscribed")
+    announcer.store(advert(2))
+    announcer.withdraw(ONE)
+    loop.until(lambda: directory.stats()["withdrawals"] == 1)
+    sub.setsockopt(zmq.SUBSCRIBE, b"ec")
+    loop.until(lambda: in_step(directory, replica) and replica.lookup(TWO))
+    assert replica.lookup(ONE) == []
+
+
+def test_a_restarted_node_replaces_its_former_life_at_once(loop: Loop) -> None:
+    directory = loop.directory(node_timeout_s=3600.0)
+    former = loop.announcer(directory.endpoint, node(1))
+    replica = loop.replica(directory.endpoint)
+    former.store(advert(1))
+    loop.until(lambda: replica.lookup(ONE))
+    loop.forget(former)
+    reborn = loop.announcer(directory.endpoint, node(1, life=1))
+    reborn.store(advert(2))
+    loop.until(lambda: replica.lookup(TWO))
+    assert replica.nodes() == [node(1, life=1)]
+    assert replica.lookup(ONE) == []
+
+
+def test_a_node_that_moves_leaves_nothing_at_its_old_address(loop: Loop) -> None:
+    directory = loop.directory(node_timeout_s=3600.0)
+    replica = loop.replica(directory.endpoint)
+    before = loop.announcer(directory.endpoint, node(1))
+    before.store(advert(1))
+    loop.until(lambda: replica.lookup(ONE))
+    loop.forget(before)
+    moved = node(1, address="tcp://10.0.0.77:1")
+    after = loop.announcer(directory.endpoint, moved)
+    after.store(advert(1))
+    loop.until(lambda: replica.lookup(ONE) == [(moved, advert(1))])
+    assert replica.nodes() == [moved]
+
+
+def test_a_late_joiner_gets_everything_in_bounded_chunks(loop: Loop) -> None:
+    directory = loop.directory()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    for number in range(20_000):
+        announcer.store(advert(number))
+    loop.until(lambda: directory.stats()["entries"] == 20_000)
+    replica = loop.replica(directory.endpoint)
+    loop.until(lambda: in_step(directory, replica))
+    assert len(replica) == 20_000
+    assert replica.lookup(advert(19_999).identity) == [(node(1), advert(19_999))]
+    assert replica.counters["bad_frames"] == 0
+
+
+def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop) -> None:
+    directory = loop.directory()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    replicas = []
+    for number in range(5_000):
+        announcer.store(advert(number))
+        if number % 3 == 0:
+            announcer.withdraw(advert(number // 2).identity)
+        if number % 50 == 0:
+            loop.turn(0)
+        if number % 1_000 == 0:
+            replicas.append(loop.replica(directory.endpoint))
+    loop.until(lambda: announcer.connected and not announcer.pending)
+    loop.until(lambda: all(in_step(directory, replica) for replica in replicas))
+    assert {len(replica) for replica in replicas} == {directory.stats()["entries"]}
+
+
+def test_changes_are_coalesced_while_the_directory_does_not_read(loop: Loop) -> None:
+    router = open_socket(loop.context, zmq.ROUTER, "tcp://127.0.0.1:0", receive_hwm=1)
+    with router:
+        router.bind("tcp://127.0.0.1:*")
+        announcer = loop.announcer(router.getsockopt_string(zmq.LAST_ENDPOINT), node(1), timeout_s=3600.0)
+        loop.until(lambda: router.poll(0))
+        route, hello = router.recv_multipart()
+        assert decode(hello, ToDirectory) == Hello(PROTOCOL_VERSION, node(1))
+        router.send_multipart([route, encode(Welcome(PROTOCOL_VERSION, b"e" * 16, 1))])
+        loop.until(lambda: announcer.connected)
+        for round_ in range(20):
+            for number in range(20_000):
+                announcer.store(advert(number, generation=round_ + 1))
+            loop.turn(0)
+        assert 0 < announcer.pending <= 20_000
+        held: dict[bytes, int] = {}
+        seqs: list[int] = []
+
+        def drain() -> bool:
+            while router.poll(0):
+                message = decode(router.recv_multipart()[1], ToDirectory)
+                seqs.append(message.seq)
+                held.update({entry.identity: entry.generation for entry in getattr(message, "adverts", [])})
+            return not announcer.pending and len(held) == 20_000 and set(held.values()) == {20}
+
+        loop.until(drain)
+        announces = sorted(set(seqs))
+        assert announces == list(range(announces[0], announces[-1] + 1))
+
+
+def test_one_of_two_directories_dies_and_comes_back(loop: Loop) -> None:
+    first, second = Directory("tcp://127.0.0.1:0"), loop.directory()
+    first.start()
+    endpoints = [first.endpoint, second.endpoint]
+    changes: list[bytes] = []
+    nodes: list[tuple[NodeInfo, bool]] = []
+    view = loop.view(endpoints, on_change=changes.append, on_node=lambda node, up: nodes.append((node, up)))
+    announcers = [loop.announcer(endpoint, node(1)) for endpoint in endpoints]
+    for announcer in announcers:
+        announcer.store(advert(1))
+    loop.until(lambda: all(replica.fresh and replica.lookup(ONE) for replica in view.replicas))
+    assert view.lookup(ONE) == [(node(1), advert(1))]
+    assert view.nodes() == [node(1)]
+
+    first.close()
+    for announcer in announcers:
+        announcer.store(advert(2))
+        announcer.withdraw(ONE)
+    loop.until(lambda: view.lookup(TWO))
+    loop.until(lambda: not view.lookup(ONE), "what only the dead directory still says does not count")
+    assert view.replicas[0].lookup(ONE)
+    assert view.fresh
+
+    again = loop.directory(endpoints[0])
+    loop.until(lambda: in_step(again, view.replicas[0]) and view.replicas[0].lookup(TWO))
+    assert view.lookup(TWO) == [(node(1), advert(2))]
+    assert nodes == [(node(1), True)]
+    assert {ONE, TWO} <= set(changes)
+
+
+def test_a_view_of_dead_directories_keeps_what_it_knew(loop: Loop) -> None:
+    directory = Directory("tcp://127.0.0.1:0")
+    directory.start()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    view = loop.view([directory.endpoint])
+    announcer.store(advert(1))
+    loop.until(lambda: view.fresh and view.lookup(ONE))
+    directory.close()
+    loop.until(lambda: not view.fresh)
+    assert view.lookup(ONE) == [(node(1), advert(1))]
+    assert view.nodes() == [node(1)]
+
+
+def test_a_view_takes_the_newest_generation_of_each_node(loop: Loop) -> None:
+    directories = [loop.directory(), loop.directory()]
+    view = loop.view([directory.endpoint for directory in directories])
+    for generation, directory in enumerate(directories, start=1):
+        loop.announcer(directory.endpoint, node(1)).store(advert(1, generation))
+        loop.announcer(directory.endpoint, node(generation + 1)).store(advert(1))
+    newest = [(node(1), advert(1, 2)), (node(2), advert(1)), (node(3), advert(1))]
+    loop.until(lambda: sorted(view.lookup(ONE), key=lambda holder: holder[0].name) == newest)
+
+
+def test_another_protocol_version_is_refused_and_nothing_else(loop: Loop) -> None:
+    directory = loop.directory()
+    with open_socket(loop.context, zmq.DEALER, directory.endpoint) as stranger:
+        stranger.connect(directory.endpoint)
+        for message in (Hello(PROTOCOL_VERSION + 1, node(1)), SnapshotRequest(PROTOCOL_VERSION + 1, 7)):
+            assert stranger.poll(10_000, zmq.POLLOUT)
+            stranger.send(encode(message))
+            assert stranger.poll(10_000)
+            answer = decode(stranger.recv(), FromDirectory)
+            assert isinstance(answer, Refused)
+            assert f"{PROTOCOL_VERSION + 1} is not spoken" in answer.reason
+    assert (directory.stats()["refused"], directory.stats()["nodes"]) == (2, 0)
+
+
+@pytest.mark.parametrize("answer", [Refused("go away"), Welcome(PROTOCOL_VERSION + 1, b"e" * 16, 1)])
+def test_those_who_are_refused_say_so_once_and_stay_calm(
+    loop: Loop, answer: Refused | Welcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_socket(loop.context, zmq.ROUTER, "tcp://127.0.0.1:0") as router:
+        router.bind("tcp://127.0.0.1:*")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        announcer = loop.announcer(endpoint, node(1))
+        loop.replica(endpoint)
+        asked = 0
+
+        def refuse() -> bool:
+            nonlocal asked
+            while router.poll(0):
+                route, _ = router.recv_multipart()
+                router.send_multipart([route, encode(answer)])
+                asked += 1
+            return "refuses this replica" in caplog.text and bool(announcer.refused)
+
+        with caplog.at_level(logging.ERROR):
+            loop.until(refuse)
+            for _ in range(20):
+                loop.turn()
+                refuse()
+        assert asked == 2
+        assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+        assert not announcer.connected
+
+
+def test_anyone_can_read_the_stream_with_zmq_and_msgpack(loop: Loop) -> None:
+    directory = loop.directory()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    with loop.context.socket(zmq.SUB) as sub:
+        sub.subscribe(b"ec")
+        host, _ = split_endpoint(directory.endpoint)
+        sub.connect(f"{host}:{directory.pub_port}")
+        assert sub.poll(10_000), "a new subscriber is told the position at once"
+        topic, seq, payload = sub.recv_multipart()
+        assert (topic, seq) == (b"ec", bytes(8))
+        assert msgpack.unpackb(payload) == ["events", directory.epoch, []]
+        announcer.store(advert(1))
+        told: list[list[object]] = []
+        seqs = []
+
+        def hear() -> bool:
+            while sub.poll(0):
+                topic, seq, payload = sub.recv_multipart()
+                tag, epoch, events = msgpack.unpackb(payload)
+                assert (topic, tag, epoch) == (b"ec", "events", directory.epoch)
+                seqs.append(int.from_bytes(seq, "big"))
+                told.extend(events)
+            return len(told) >= 2
+
+        loop.until(hear)
+        assert told == [
+            ["up", [node(1).incarnation, "host-1", "tcp://10.0.0.1:5000"]],
+            ["changed", node(1).incarnation, [[ONE, 1, 4096, 16, 128, "bfloat16", 4096, 64, 1]], []],
+        ]
+        assert seqs == sorted(seqs)
+
+
+def test_the_first_that_can_bind_is_the_directory(loop: Loop) -> None:
+    directory = loop.directory()
+    with pytest.raises(zmq.ZMQError) as caught:
+        Directory(directory.endpoint)
+    assert caught.value.errno == errno.EADDRINUSE
+    with pytest.raises(zmq.ZMQError) as caught:
+        Directory("tcp://127.0.0.1:0", pub_port=directory.pub_port)
+    assert caught.value.errno == errno.EADDRINUSE
+    for bad in ("127.0.0.1:5", "ipc:///tmp/x", "tcp://:5", "tcp://host", "tcp://host:http"):
+        with pytest.raises(ValueError, match="accepted"):
+            Directory(bad)
+
+
+def test_closing_leaves_no_thread_and_no_descriptor() -> None:
+    def open_things() -> tuple[set[str], int]:
+        return {
+            os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()
+        }, threading.active_count()
+
+    before = open_things()
+    for _ in range(3):
+        loop = Loop()
+        directory = loop.directory()
+        announcer = loop.announcer(directory.endpoint, node(1))
+        replica = loop.replica(directory.endpoint)
+        announcer.store(advert(1))
+        loop.until(lambda replica=replica: replica.lookup(ONE))
+        assert directory.running
+        loop.close()
+        directory.close()
+        assert not directory.running
+    fds, threads = open_things()
+    assert threads == before[1]
+    assert not {name for name in fds - before[0] if "socket" in name or "event" in name}
