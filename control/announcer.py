@@ -32,7 +32,7 @@ from ec_p2p.control.sockets import Context, open_socket, receive_now, send_now, 
 log = logging.getLogger(__name__)
 
 _BATCH = 1024
-_BATCHES_PER_TICK = 16
+_BATCHES_PER_TICK = 4
 _MESSAGES_PER_TURN = 256
 _HWM = 64
 _LINGER_MS = 500

@@ -12,8 +12,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 
 import zmq
@@ -28,36 +26,24 @@ from ec_p2p.control.messages import (
     Heartbeat,
     Hello,
     HelloAgain,
+    NodeDown,
     NodeUp,
     Refused,
-    SnapshotChunk,
     SnapshotRequest,
     ToDirectory,
     Welcome,
 )
+from ec_p2p.control.snapshots import Snapshots
 from ec_p2p.control.sockets import Context, bound_port, open_socket, receive_now, send_now, split_endpoint
-from ec_p2p.control.state import DirectoryState, chunks
+from ec_p2p.control.state import DirectoryState
 
 log = logging.getLogger(__name__)
 
-_MESSAGES_PER_TURN = 256
+_BYTES_PER_TURN = 256 << 10
+_SUBSCRIPTIONS_PER_TURN = 256
 _PUBLISH_BYTES = 256 << 10
 _ROUTER_HWM = 100
 _LONGEST_SUBSCRIPTION = 256
-_SNAPSHOTS_AT_ONCE = 4
-_SNAPSHOTS_WAITING = 10_000
-_CHUNKS_PER_TURN = 4
-_SNAPSHOT_STALLED_S = 2.0
-_FULL_QUEUE_RETRY_S = 0.005
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """One snapshot on its way to one replica. `frame` is the next to send; None when all are sent."""
-
-    frames: Iterator[bytes]
-    frame: bytes | None
-    moved: float
 
 
 class Directory:
@@ -85,9 +71,7 @@ class Directory:
         self._seq = 0
         self._events: list[Event] = []
         self._next_expiry = self._next_heartbeat = 0.0
-        self._waiting: dict[bytes, int] = {}
-        self._outgoing: dict[bytes, _Outgoing] = {}
-        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes", "snapshots"), 0)
+        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes"), 0)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._context: Context = context or zmq.Context()
@@ -96,6 +80,7 @@ class Directory:
         self._router = open_socket(self._context, zmq.ROUTER, bind, send_hwm=_ROUTER_HWM, receive_hwm=_ROUTER_HWM)
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._snapshots = Snapshots(self._router, self.epoch)
         # An XPUB also tells of new subscribers: they get the current sequence number at once.
         # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
         # a stranger's long one would overflow the stack.
@@ -154,6 +139,7 @@ class Directory:
         state = self._state
         return {
             **self._counters,
+            "snapshots": self._snapshots.started,
             "adverts": state.adverts,
             "withdrawals": state.withdrawals,
             "nodes": len(state),
@@ -183,16 +169,19 @@ class Directory:
             if now >= self._next_heartbeat:
                 self._send_events([], now)
             wait_s = min(self._next_expiry, self._next_heartbeat) - now
-            if self._waiting or self._outgoing:
-                wait_s = min(wait_s, self._send_snapshots(now))
+            if self._snapshots:
+                wait_s = min(wait_s, self._snapshots.send(self._state, self._seq, now))
 
     # -------------------------------------------------------- ROUTER
 
     def _receive(self, now: float) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
+        """A bounded amount, so that what was said is soon published and silence is noticed in a storm too."""
+        nbytes = 0
+        while nbytes < _BYTES_PER_TURN:
             frames = receive_now(self._router)
             if frames is None:
                 return
+            nbytes += 64 + sum(map(len, frames))
             route = frames[0]
             try:
                 if len(frames) != 2:
@@ -212,9 +201,7 @@ class Directory:
             return
         if isinstance(message, SnapshotRequest):
             self._reply(route, self._welcome)
-            self._outgoing.pop(route, None)
-            if len(self._waiting) < _SNAPSHOTS_WAITING:
-                self._waiting[route] = message.token
+            self._snapshots.ask(route, message.token)
             return
         events = self._state.apply(message, route, now)
         if events is None:
@@ -228,49 +215,22 @@ class Directory:
         if not send_now(self._router, route, frame):
             self._counters["unsent"] += 1
 
-    def _send_snapshots(self, now: float) -> float:
-        """Move every snapshot on; seconds until it is worth trying again."""
-        while self._waiting and len(self._outgoing) < _SNAPSHOTS_AT_ONCE:
-            route = next(iter(self._waiting))
-            frames = self._snapshot_frames(self._waiting.pop(route))
-            self._outgoing[route] = _Outgoing(frames, next(frames), now)
-            self._counters["snapshots"] += 1
-        moved = False
-        for route, outgoing in list(self._outgoing.items()):
-            try:
-                for _ in range(_CHUNKS_PER_TURN):
-                    if outgoing.frame is None:
-                        break
-                    self._router.send_multipart((route, outgoing.frame), zmq.NOBLOCK)
-                    outgoing.frame = next(outgoing.frames, None)
-                    outgoing.moved = now
-                    moved = True
-            except zmq.Again:
-                pass
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                outgoing.frame = None
-            if outgoing.frame is None or now - outgoing.moved > _SNAPSHOT_STALLED_S:
-                del self._outgoing[route]
-        return 0.0 if moved else _FULL_QUEUE_RETRY_S
-
-    def _snapshot_frames(self, token: int) -> Iterator[bytes]:
-        seq = self._seq
-        parts = list(chunks(self._state.snapshot()))
-        for index, part in enumerate(parts):
-            yield encode(SnapshotChunk(token, index, self.epoch, seq, index == len(parts) - 1, part))
-
     # -------------------------------------------------------- PUB
 
     def _greet_subscribers(self) -> None:
-        while receive_now(self._pub) is not None:
+        for _ in range(_SUBSCRIPTIONS_PER_TURN):
+            if receive_now(self._pub) is None:
+                break
             self._next_heartbeat = 0.0
 
     def _publish(self, now: float) -> None:
         batch: list[Event] = []
         room = _PUBLISH_BYTES
         for event in self._events:
+            if isinstance(event, NodeUp):
+                log.info("node %r at %r is up", event.node.name, event.node.address)
+            elif isinstance(event, NodeDown):
+                log.info("node incarnation %s is gone", event.incarnation.hex())
             batch.append(event)
             room -= _size(event)
             if room <= 0:
@@ -292,5 +252,5 @@ class Directory:
 def _size(event: Event) -> int:
     """Bytes of an event on the wire, never less than the truth."""
     if isinstance(event, Changed):
-        return 64 + 128 * len(event.adverts) + 36 * len(event.withdrawn)
+        return 64 + 160 * len(event.adverts) + 36 * len(event.withdrawn)
     return 2200 if isinstance(event, NodeUp) else 64

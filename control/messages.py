@@ -29,7 +29,7 @@ Incarnation = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Epoch = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-Word = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+Word = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 
 

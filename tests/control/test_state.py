@@ -149,7 +149,7 @@ def test_a_snapshot_is_not_changed_by_what_comes_later() -> None:
 def test_chunks_hold_everything_once_and_fit_their_frames() -> None:
     largest = (1 << 63) - 1
     wide = NodeInfo(b"w" * 16, "\U0001f600" * 255, "\U0001f600" * 255)
-    entry = Advert(b"k" * 32, 2, largest, largest, largest, "\U0001f600" * 32, largest, largest, (1 << 64) - 1)
+    entry = Advert(b"k" * 32, 2, largest, largest, largest, "\U0001f600" * 16, largest, largest, (1 << 64) - 1)
     nodes = [SnapshotNode(wide, [])] * 500 + [SnapshotNode(wide, [entry] * 5000)] + [SnapshotNode(wide, [entry])] * 300
     parts = list(chunks(nodes))
     assert len(parts) > 5
