@@ -12,7 +12,7 @@ import msgpack
 import pytest
 import zmq
 
-from ec_p2p.control.codec import decode, encode
+from ec_p2p.control.codec import MAX_FRAME, decode, encode
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import (
     PROTOCOL_VERSION,
@@ -355,6 +355,19 @@ def test_the_first_that_can_bind_is_the_directory(loop: Loop) -> None:
     for bad in ("127.0.0.1:5", "ipc:///tmp/x", "tcp://:5", "tcp://host", "tcp://host:http"):
         with pytest.raises(ValueError, match="accepted"):
             Directory(bad)
+
+
+def test_no_socket_can_wait_or_grow_without_bound(loop: Loop) -> None:
+    replica = loop.replica("tcp://127.0.0.1:9")
+    announcer = loop.announcer("tcp://127.0.0.1:9", node(1))
+    for opened in (*replica.sockets, announcer.socket):
+        assert 0 < opened.getsockopt(zmq.CONNECT_TIMEOUT) <= 2_000
+        assert 0 < opened.getsockopt(zmq.RECONNECT_IVL_MAX) <= 1_000
+        assert 0 <= opened.getsockopt(zmq.LINGER) <= 500
+        assert 0 < opened.getsockopt(zmq.SNDHWM) <= 1_000
+        assert 0 < opened.getsockopt(zmq.RCVHWM) <= 1_000
+        assert opened.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME
+        assert opened.getsockopt(zmq.TCP_KEEPALIVE) == 1
 
 
 def test_closing_leaves_no_thread_and_no_descriptor() -> None:
