@@ -34,6 +34,7 @@ _SERVER_OPTIONS = {
     "--max-num-seqs": "8",
     "--limit-mm-per-prompt": '{"image":4}',
     "--kv-cache-memory-bytes": str(64 << 20),
+    "--gpu-memory-utilization": "0.1",  # on a machine with a GPU all servers share it
 }
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -34,6 +34,10 @@ class Failed(Exception):
     """Something did not come up, or ended, or did not happen in time; the text says what, for people."""
 
 
+class TooLate(Failed):
+    """What was waited for did not happen in time."""
+
+
 def free_port() -> int:
     """A TCP port on which nobody listens, and which this process has not handed out before.
 
@@ -53,14 +57,14 @@ def free_port() -> int:
 
 
 def until(question: Callable[[], _T | None], what: str, timeout_s: float, pause_s: float = 0.1) -> _T:
-    """Ask until the answer is neither None nor False. Raises Failed, naming `what`, after `timeout_s`."""
+    """Ask until the answer is neither None nor False. Raises TooLate, naming `what`, after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = question()
         if answer is not None and answer is not False:
             return answer
         if time.monotonic() > deadline:
-            raise Failed(f"{what}: not within {timeout_s:g} s")
+            raise TooLate(f"{what}: not within {timeout_s:g} s")
         time.sleep(pause_s)
 
 
