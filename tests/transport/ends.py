@@ -9,13 +9,15 @@ import contextlib
 import ctypes
 import itertools
 import mmap
-import multiprocessing
 import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 
 import zmq
 
@@ -27,7 +29,7 @@ SLAB = 20 * MIB
 ARENA = 2 * SLAB
 PATIENCE_S = 30.0
 
-_spawn = multiprocessing.get_context("spawn")
+_ROOT = Path(__file__).parents[2]
 _numbers = itertools.count()
 
 
@@ -102,10 +104,7 @@ class Holder:
     def __init__(self, kind, name=None, slabs=1):
         self.name = name or unique_name()
         self.seed = self.name
-        self._pipe, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_hold, args=(theirs, kind, self.name, slabs))
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = _start(_hold, kind, self.name, slabs)
         self.pid = self._process.pid
         self.card = self._answer()
         self.bytes = pattern(self.seed)
@@ -131,11 +130,10 @@ class Holder:
 
     def kill(self):
         self._process.kill()
-        self._process.join()
+        self._process.wait()
 
     def close(self):
         self.kill()
-        self._process.close()
         self._pipe.close()
 
 
@@ -174,10 +172,13 @@ def _cut_connections(end):
     """What a network does that loses a connection: both processes live on."""
     cut = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
-                connection.shutdown(socket.SHUT_RDWR)
-                cut += 1
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
     return cut
 
 
@@ -190,25 +191,35 @@ _ORDERS = {"add_slab": _add_slab, "write": _write, "cut": _cut_connections, "bad
 
 def in_child(function, *args):
     """What `function(*args)` returns in a process of its own, which must then end cleanly."""
-    ours, theirs = _spawn.Pipe()
-    process = _spawn.Process(target=_report, args=(theirs, function, args))
-    process.start()
-    theirs.close()
+    process, pipe = _start(_report, function, *args)
     try:
-        assert ours.poll(2 * PATIENCE_S), "the child does not answer"
-        try:
-            answer = ours.recv()
-        except EOFError:
-            answer = None
-        process.join(PATIENCE_S)
-        assert process.exitcode == 0
+        assert pipe.poll(2 * PATIENCE_S), "the child does not answer"
+        answer = pipe.recv()
+        assert process.wait(PATIENCE_S) == 0
         return answer
     finally:
         process.kill()
-        process.join()
-        process.close()
-        ours.close()
+        process.wait()
+        pipe.close()
 
 
-def _report(pipe: Connection, function, args):
+def _report(pipe, function, *args):
     pipe.send(function(*args))
+
+
+def _start(function, *args):
+    """A process that runs `function(pipe, *args)`, and our end of the pipe."""
+    ours, theirs = Pipe()
+    program = "import sys; from tests.transport.ends import run; run(int(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=_ROOT
+    )
+    theirs.close()
+    ours.send((function, args))
+    return process, ours
+
+
+def run(descriptor):
+    pipe = Connection(descriptor)
+    function, args = pipe.recv()
+    function(pipe, *args)

@@ -1,0 +1,141 @@
+"""What only NIXL does: READs without the holder's help, and READs that cannot be called back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ec_p2p.transport import nixl_available
+from ec_p2p.transport.interface import Span, State, TransportError
+from ec_p2p.transport.nixl import NixlTransport
+from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, unique_name, until
+
+pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
+
+
+@pytest.fixture
+def holder():
+    holder = Holder("nixl", slabs=2)
+    yield holder
+    holder.close()
+
+
+def read_from_stopped(name, card, pid):
+    end = End("nixl", unique_name(), slabs=2)
+    end.transport.connect(name, card)
+    end.fetch(name, 0, 0, 64)
+    os.kill(pid, signal.SIGSTOP)
+    landed = end.fetch(name, 1000, 0, SLAB)
+    end.close()
+    return landed
+
+
+def test_shared_memory_needs_no_help_of_the_holder(holder):
+    assert in_child(read_from_stopped, holder.name, holder.card, holder.pid) == holder.bytes[1000 : 1000 + SLAB]
+
+
+def drop_a_stopped_peer(name, card, pid):
+    """Through TCP the holder must answer. What a READ may still do, once nobody wants it any more."""
+    end = End("nixl", unique_name())
+    transport = end.transport
+    transport.connect(name, card)
+    end.fetch(name, 0, 0, 64)
+    os.kill(pid, signal.SIGSTOP)
+    end.memory[:MIB] = bytes(MIB)
+    reading = transport.read(name, [Span(0, 0, MIB)])
+    transport.forget(name)
+    released = []
+    for _ in range(100):
+        transport.progress()
+        released.append(reading.release())
+    os.kill(pid, signal.SIGCONT)
+    until(reading.release, "the library to let go")
+    written = end.memory[:MIB]
+
+    transport.progress()
+    transport.connect(name, card)
+    landed = end.fetch(name, 5, 0, 64)
+    end.close()
+    return released, reading.poll(), written, landed
+
+
+def test_a_reading_is_not_let_go_while_it_may_still_write(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    holder = Holder("nixl")
+    try:
+        released, state, written, landed = in_child(drop_a_stopped_peer, holder.name, holder.card, holder.pid)
+        assert released == [False] * 100
+        assert state is State.FAILED
+        assert written == holder.bytes[:MIB], "late, but it was written: the memory was not free to be used"
+        assert landed == holder.bytes[5:69]
+    finally:
+        holder.close()
+
+
+def close_beside_a_stopped_peer(name, card, pid):
+    end = End("nixl", unique_name())
+    end.transport.connect(name, card)
+    end.fetch(name, 0, 0, 64)
+    os.kill(pid, signal.SIGSTOP)
+    readings = [end.transport.read(name, [Span(0, place * MIB, MIB)]) for place in range(8)]
+    end.close()
+    states = [reading.poll() for reading in readings]
+    return states, [reading.release() for reading in readings]
+
+
+def test_closing_beside_a_stopped_peer(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    holder = Holder("nixl")
+    try:
+        states, released = in_child(close_beside_a_stopped_peer, holder.name, holder.card, holder.pid)
+        assert states == [State.FAILED] * 8
+        assert released == [True] * 8
+    finally:
+        holder.close()
+
+
+def read_over_tcp(name, card):
+    end = End("nixl", unique_name(), slabs=2)
+    end.transport.connect(name, card)
+    landed = end.fetch(name, 3, 5, ARENA - 8)
+    end.close()
+    return landed
+
+
+def test_reads_over_tcp(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    holder = Holder("nixl", slabs=2)
+    try:
+        assert in_child(read_over_tcp, holder.name, holder.card) == holder.bytes[3 : ARENA - 5]
+    finally:
+        holder.close()
+
+
+def refuse_backend():
+    with pytest.raises(TransportError, match="cannot make a NIXL agent with backend NO_SUCH"):
+        NixlTransport("x", 4096, 4096, backend="NO_SUCH")
+
+
+def test_a_backend_that_does_not_exist():
+    in_child(refuse_backend)
+
+
+def test_signals_stay_ours_and_settings_of_the_user_win():
+    program = """
+import os, signal
+os.environ["UCX_KEEPALIVE_INTERVAL"] = "7s"
+before = open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
+from tests.transport.ends import End
+end = End("nixl", "x")
+after = open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
+hangup = 1 << (signal.SIGHUP - 1)
+assert int(before, 16) & hangup == int(after, 16) & hangup == 0
+assert os.environ["UCX_KEEPALIVE_INTERVAL"] == "7s"
+assert os.environ["UCX_DEBUG_SIGNO"] == "0"
+end.close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
