@@ -29,7 +29,8 @@ def spawn_lock_address(config: Config) -> str:
 def message_endpoint(config: Config, incarnation: bytes) -> str:
     """ZMQ endpoint for the messages that follow the attach."""
     if config.node_socket:
-        return f"ipc://{config.node_socket}.{incarnation.hex()[:8]}"
+        # Not named after the incarnation: a node that was killed leaves its file, and the next one replaces it.
+        return f"ipc://{config.node_socket}.zmq"
     return f"ipc://@ec-p2p-{incarnation.hex()}"
 
 

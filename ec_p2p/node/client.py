@@ -31,6 +31,7 @@ from ec_p2p.node.messages import (
     Encoding,
     Forget,
     FromNode,
+    Here,
     Release,
     ToNode,
     Want,
@@ -181,6 +182,7 @@ class NodeClient:
             return
         sock.setblocking(False)
         self._link = _Link(self._context, sock, answer)
+        self.send(Here())
         self._keep(answer.incarnation, arena)
         self._stop_spawning()
         self._retry_s = _FIRST_RETRY_S

@@ -25,11 +25,12 @@ class Pin(Protocol):
 class Lease:
     """One entry pinned for one want. Not thread-safe."""
 
-    __slots__ = ("_pin", "dispatched_at", "lease", "readers_left", "session", "want")
+    __slots__ = ("_pin", "dispatched_at", "instance", "lease", "readers_left", "session", "want")
 
-    def __init__(self, lease: int, session: int, want: int, readers: int, pin: Pin) -> None:
+    def __init__(self, lease: int, session: int, instance: str, want: int, readers: int, pin: Pin) -> None:
         self.lease = lease
         self.session = session
+        self.instance = instance
         self.want = want
         self.readers_left = set(range(readers))
         self.dispatched_at: float | None = None
@@ -50,33 +51,34 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, session: int, want: int, readers: int, pin: Pin) -> Lease:
-        lease = Lease(next(self._next), session, want, readers, pin)
+    def grant(self, session: int, instance: str, want: int, readers: int, pin: Pin) -> Lease:
+        """`session` is the scheduler's; the readers are the workers of the same `instance`."""
+        lease = Lease(next(self._next), session, instance, want, readers, pin)
         self._leases[lease.lease] = lease
         return lease
 
     def get(self, lease: int) -> Lease | None:
         return self._leases.get(lease)
 
-    def dispatched(self, lease: int, now: float) -> None:
+    def dispatched(self, lease: int, session: int, now: float) -> None:
         found = self._leases.get(lease)
-        if found is not None and found.dispatched_at is None:
+        if found is not None and found.session == session and found.dispatched_at is None:
             found.dispatched_at = now
             if not found.readers_left:
                 self._end([found])
 
-    def read_by(self, lease: int, reader: int) -> None:
+    def read_by(self, lease: int, instance: str, reader: int) -> None:
         """A reader has copied. Its word also counts before the scheduler's Dispatched arrives: sockets do not order."""
         found = self._leases.get(lease)
-        if found is not None:
+        if found is not None and found.instance == instance:
             found.readers_left.discard(reader)
             if not found.readers_left:
                 self._end([found])
 
-    def drop(self, lease: int) -> None:
+    def drop(self, lease: int, session: int) -> None:
         """The scheduler no longer needs an undispatched lease."""
         found = self._leases.get(lease)
-        if found is not None and found.dispatched_at is None:
+        if found is not None and found.session == session and found.dispatched_at is None:
             self._end([found])
 
     def forget_want(self, session: int, want: int) -> None:

@@ -52,6 +52,10 @@ class AttachRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused")
 # ---------------------------------------------------------------- client -> node
 
 
+class Here(msgspec.Struct, frozen=True, array_like=True, tag="here"):
+    """First message of a client. Before it the node cannot reach the client, and keeps what it has to say."""
+
+
 class WantItem(msgspec.Struct, frozen=True, array_like=True):
     identity: bytes
     rows: int
@@ -225,6 +229,17 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection")
 
 
 ToNode = (
-    Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
+    Here
+    | Want
+    | Forget
+    | Dispatched
+    | Release
+    | Encoding
+    | OpenWindow
+    | CloseWindow
+    | Commit
+    | SaveSkipped
+    | Sync
+    | Inspect
 )
 FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection

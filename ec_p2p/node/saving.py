@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ec_p2p.control.messages import Advert, EntryState
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import itemsize
+from ec_p2p.engine.generation import check
 from ec_p2p.node.counters import Counters
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
@@ -92,14 +92,11 @@ class Saving:
         extent: Extent | None = session.windows.get(commit.window)
         if extent is None:
             raise ValueError(f"window {commit.window} is not this client's")
-        if commit.nbytes != commit.rows * commit.dim * itemsize(commit.dtype):
-            raise ValueError(f"{commit.nbytes} bytes are not {commit.rows} x {commit.dim} of {commit.dtype}")
+        # Before anything is carved: what leaves the window must never go back to the free list while the client may
+        # still write to it.
+        check(commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
         piece = self._backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
-        try:
-            return self._backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
-        except ValueError:
-            self._backend.release(piece)
-            raise
+        return self._backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
 
     def advertise(self, entry: Entry) -> None:
         self._counters.add("adverts")

@@ -265,11 +265,11 @@ class Node:
             case Forget():
                 self._wants.forget(session, message.want)
             case Dispatched():
-                self._leases.dispatched(message.lease, now)
+                self._leases.dispatched(message.lease, session.sid, now)
             case Release() if message.reader < 0:
-                self._leases.drop(message.lease)
+                self._leases.drop(message.lease, session.sid)
             case Release():
-                self._leases.read_by(message.lease, message.reader)
+                self._leases.read_by(message.lease, session.attach.instance, message.reader)
             case Encoding():
                 self._saving.encoding(session, message.identities, now)
             case OpenWindow():

@@ -22,13 +22,14 @@ import zmq
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.node.address import attach_address, message_endpoint
-from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, ToNode
+from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, Here, ToNode
 
 logger = logging.getLogger(__name__)
 
 KINDS = ("scheduler", "worker", "tool")
 _MAX_FRAME = 1 << 20
 _MAX_SESSIONS = 4096
+_MAX_UNSENT = 1000
 _BACKLOG = 128
 
 
@@ -39,7 +40,7 @@ class AlreadyRunning(Exception):
 class Session:
     """One attached client. `windows` maps window ids to whatever the service keeps for them."""
 
-    __slots__ = ("attach", "sid", "sock", "token", "windows")
+    __slots__ = ("attach", "sid", "sock", "token", "unsent", "windows")
 
     def __init__(self, sid: int, sock: socket.socket, attach: Attach, token: bytes) -> None:
         self.sid = sid
@@ -47,6 +48,8 @@ class Session:
         self.attach = attach
         self.token = token
         self.windows: dict[int, Any] = {}
+        self.unsent: list[bytes] | None = []
+        """Frames for a client that was not heard from yet: a ROUTER drops what it cannot route. None: it was."""
 
 
 class Sessions:
@@ -117,8 +120,16 @@ class Sessions:
         return False
 
     def send(self, session: Session, message: FromNode) -> None:
+        frame = encode(message)
+        if session.unsent is not None:
+            if len(session.unsent) < _MAX_UNSENT:
+                session.unsent.append(frame)
+            return
+        self._send(session, frame)
+
+    def _send(self, session: Session, frame: bytes) -> None:
         try:
-            self._router.send_multipart([session.token, encode(message)], flags=zmq.NOBLOCK)
+            self._router.send_multipart([session.token, frame], flags=zmq.NOBLOCK)
         except zmq.Again:
             logger.warning("client %s/%d does not read its messages; one dropped", session.attach.kind, session.sid)
 
@@ -153,7 +164,12 @@ class Sessions:
             except BadFrame as error:
                 self._on_bad_frame("client", error)
                 continue
-            self._on_message(session, message)
+            if session.unsent is not None:
+                unsent, session.unsent = session.unsent, None
+                for frame in unsent:
+                    self._send(session, frame)
+            if not isinstance(message, Here):
+                self._on_message(session, message)
 
     def _accept(self) -> bool:
         try:

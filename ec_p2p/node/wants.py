@@ -214,7 +214,9 @@ class Wants:
         if item.rows not in (0, entry.rows):
             self._missing(waiting, index, "rows")
             return
-        lease = self._leases.grant(waiting.session.sid, want.want, want.readers, self._backend.pin(entry))
+        session = waiting.session
+        pin = self._backend.pin(entry)
+        lease = self._leases.grant(session.sid, session.attach.instance, want.want, want.readers, pin)
         self._close_item(waiting, index)
         seconds = 0.0 if fetch_started_at is None else time.monotonic() - fetch_started_at
         self._counters.add("wants", outcome=source)

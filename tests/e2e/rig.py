@@ -52,7 +52,7 @@ def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = 
     )
     try:
         with DIRECT.open(request, timeout=120) as answer:
-            return Response(answer.status, json.load(answer))
+            return Response(answer.status, json.loads(answer.read() or b"{}"))
     except HTTPError as refusal:
         text = refusal.read().decode()
         try:

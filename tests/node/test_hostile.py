@@ -1,0 +1,218 @@
+"""Junk on every door of a node, and clients that lie: counted, refused, and the next good message works."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import msgpack
+import pytest
+import zmq
+
+from ec_p2p.control.codec import decode, encode
+from ec_p2p.control.messages import Card, CardRequest, FromPeer, Refused
+from ec_p2p.node.address import attach_address
+from ec_p2p.node.messages import (
+    Attach,
+    Attached,
+    AttachRefused,
+    CloseWindow,
+    Commit,
+    Inspect,
+    Landed,
+    NoWindow,
+    OpenWindow,
+    Release,
+)
+
+from .conftest import until
+
+A = b"\x01" * 32
+JUNK = [
+    b"",
+    b"\xc1",
+    b"\x00" * 100,
+    os.urandom(1000),
+    msgpack.packb(["want"]),
+    msgpack.packb([[]] * 50),
+    b"\x91" * 5000,
+]
+
+
+def works(client):
+    client.store(A, b"x" * 128)
+    [answer] = client.want(A)
+    client.release(answer)
+    return isinstance(answer, Landed)
+
+
+@pytest.fixture
+def host(zmq_fleet):
+    node = zmq_fleet.node("a")
+    return node, zmq_fleet.client(node)
+
+
+def bad_frames(client, door):
+    return client.inspect().counters.get(f"bad_frames{{socket={door}}}", 0)
+
+
+def test_junk_from_an_attached_client(host):
+    _, client = host
+    for junk in JUNK:
+        client.node._link.dealer.send(junk)
+    client.node._link.dealer.send_multipart([b"two", b"frames"])
+    assert works(client)
+    assert bad_frames(client, "client") == len(JUNK) + 1
+
+
+def test_a_stranger_on_the_message_socket_is_not_heard(host):
+    _node, client = host
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.connect(client.node.attached.endpoint)
+    stranger.send(encode(Inspect(1)))
+    until(lambda: bad_frames(client, "client") == 1, "the stranger to be counted")
+    assert stranger.poll(100) == 0
+    context.destroy()
+
+
+@pytest.mark.parametrize("junk", JUNK[1:], ids=range(len(JUNK) - 1))
+def test_junk_instead_of_an_attach(host, junk):
+    node, client = host
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(attach_address(node.config))
+        sock.send(junk)
+        assert sock.recv(100) == b""
+    assert bad_frames(client, "attach") == 1
+    assert works(client)
+
+
+@pytest.mark.parametrize(
+    ("attach", "accepted"),
+    [(Attach(99, "tool", "x", 0), "speaks 1"), (Attach(1, "router", "x", 0), "scheduler, worker, tool")],
+)
+def test_an_attach_that_cannot_be_is_refused_with_the_reason(host, attach, accepted):
+    node, _ = host
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        sock.connect(attach_address(node.config))
+        sock.send(encode(attach))
+        answer = decode(sock.recv(65536), Attached | AttachRefused)
+    assert isinstance(answer, AttachRefused)
+    assert accepted in answer.reason
+
+
+def test_junk_on_the_peer_port(host):
+    _, client = host
+    address = client.inspect().node["address"]
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(address)
+    for junk in JUNK:
+        peer.send(junk)
+    peer.send(encode(CardRequest(1, b"r" * 16)))
+    assert peer.poll(10_000)
+    assert isinstance(decode(peer.recv(), FromPeer), Card)
+    assert bad_frames(client, "peer") == len(JUNK)
+    peer.send(encode(CardRequest(2, b"r" * 16)))
+    assert peer.poll(10_000)
+    assert isinstance(decode(peer.recv(), FromPeer), Refused)
+    peer.send(b"x" * (2 << 20))  # over the limit: ends the connection, not the node
+    context.destroy()
+    host_name, port = address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host_name, int(port)), 10) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert works(client)
+
+
+def test_commits_that_cannot_be_true_change_nothing(host, zmq_fleet):
+    node, client = host
+    window = client.window(1 << 20)
+    lies = [
+        Commit(999, A, window.offset, 128, 1, 64, "bfloat16"),
+        Commit(window.window, A, window.offset - 4096, 128, 1, 64, "bfloat16"),
+        Commit(window.window, A, window.offset + window.nbytes, 128, 1, 64, "bfloat16"),
+        Commit(window.window, A, window.offset + 1, 128, 1, 64, "bfloat16"),
+        Commit(window.window, A, window.offset, 128, 1, 65, "bfloat16"),
+        Commit(window.window, A, window.offset, 128, 1, 64, "float8_nonsense"),
+        Commit(window.window, A, window.offset, -128, -1, 64, "bfloat16"),
+        Commit(window.window, A[:8], window.offset, 128, 1, 64, "bfloat16"),
+        Commit(window.window, A, 1 << 70 if sys.maxsize > 1 << 70 else 1 << 60, 128, 1, 64, "bfloat16"),
+    ]
+    for lie in lies:
+        client.node.send(lie)
+    other = zmq_fleet.client(node, instance="other")
+    other.node.send(Commit(window.window, A, window.offset, 128, 1, 64, "bfloat16"))  # somebody else's window
+    other.node.send(CloseWindow(window.window))
+    other.sync()
+    client.sync()
+    seen = client.inspect()
+    assert seen.counters["bad_commits"] == len(lies) + 1
+    assert seen.gauges["entries"] == 0
+    assert seen.gauges["arena_bytes{kind=reserved}"] == window.nbytes
+    assert works(client)
+
+
+def test_leases_of_others_cannot_be_released(host, zmq_fleet):
+    node, client = host
+    client.store(A, b"x" * 128)
+    [answer] = client.want(A)
+    other = zmq_fleet.client(node, instance="other")
+    other.node.send(Release(answer.lease, -1))
+    other.node.send(Release(answer.lease, 0))
+    other.node.dispatched(answer.lease)
+    other.sync()
+    assert client.inspect().gauges["leases"] == 1
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0, 17 << 20, 1 << 62])
+def test_windows_that_cannot_be_are_refused(host, nbytes):
+    _, client = host
+    client.node.send(OpenWindow(7, nbytes))
+    if nbytes == 0:
+        client.window(1)  # a page, like any small one
+        return
+    assert client.expect(NoWindow).request == 7
+    assert works(client)
+
+
+def test_a_node_on_a_socket_file(zmq_fleet, tmp_path):
+    path = tmp_path / "node.sock"
+    node = zmq_fleet.node("a", node_socket=str(path))
+    client = zmq_fleet.client(node)
+    assert works(client)
+    assert path.stat().st_mode & 0o007 == 0
+    client.close()
+    zmq_fleet.clients.clear()
+    node.kill()
+    assert path.exists()  # killed: the file stays, and is stale
+    again = zmq_fleet.node("a", node_socket=str(path))
+    assert works(zmq_fleet.client(again))
+    again.process.terminate()
+    assert again.process.wait(20) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "max_local_cpu_sze=1"], "max_local_cpu_size"),
+        (["--set", "transport=rdma"], "accepted: auto, nixl, zmq"),
+        (["--set", "novalue"], "accepted: KEY=VALUE"),
+        (["--settings", "[1]"], "accepted: a JSON object"),
+        (["--settings", "{"], "not JSON"),
+        (["--set", "ec_ip=host.invalid"], "ec_ip='host.invalid'"),
+    ],
+)
+def test_bad_settings_end_in_one_line_that_says_what_is_accepted(arguments, said):
+    result = subprocess.run(
+        [sys.executable, "-m", "ec_p2p.cli", "node", "--name", "bad", *arguments], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
