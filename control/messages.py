@@ -44,7 +44,8 @@ class EntryState(IntEnum):
     """Only on the holder's disk: must be staged first."""
 
 
-class Advert(msgspec.Struct, frozen=True, array_like=True):
+# gc=False: there are millions of them, they hold nothing that could form a cycle, and visiting them is not free.
+class Advert(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """'Node N holds entry K.' N is the sender's incarnation and is not repeated here."""
 
     identity: Identity
@@ -60,7 +61,7 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
     generation: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
+class NodeInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Who a node is and where it answers. `address` is a ZMQ endpoint that peers dial for the card."""
 
     incarnation: Incarnation
