@@ -1,8 +1,7 @@
 """The scheduler's conversation with the node: what it was asked, what it answered, which leases are ours.
 
-Owns wants and leases. It must never count on an answer: the node may be slow, frozen, gone or another one, and each of
-these is an event like others. Wants and leases carry the incarnation they belong to; nothing is said of one to another
-node.
+Owns wants. It must never count on an answer: the node may be slow, frozen, gone or another one, and each of these is an
+event like others. Wants and leases carry the incarnation they belong to; nothing is said of one to another node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import torch
 
 from ec_p2p.config import Config
 from ec_p2p.connector.counts import Counts
-from ec_p2p.connector.request_state import Event, Item, Lease, RequestRecord, State
+from ec_p2p.connector.leases import Lease, Leases
+from ec_p2p.connector.request_state import Event, Item, RequestRecord, State
 from ec_p2p.node.client import Detached, NodeClient
 from ec_p2p.node.messages import FromNode, Landed, Missing, Saved, SaveSkipped, WantItem
 from ec_p2p.node.tensors import Place
@@ -24,18 +24,21 @@ GRACE_S = 1.0
 NO_READERS_RETRY_S = 0.1
 REMEMBERED = 65536
 """Identities of which we remember that the node holds them."""
+OPEN_CHECKS = 64
+"""A node that owes this many answers to checks is asked no more of them."""
 
 
 class _Want:
-    """One want at one node. `check`: vLLM has the items, the question is only whether the node has them too."""
+    """One want at one node. `check`: vLLM has the items, so nobody waits for the answer."""
 
-    __slots__ = ("check", "incarnation", "items", "unanswered")
+    __slots__ = ("check", "forgotten", "incarnation", "items", "unanswered")
 
     def __init__(self, incarnation: bytes, items: Sequence[Item], check: bool) -> None:
         self.incarnation = incarnation
         self.items = list(items)
         self.check = check
         self.unanswered = len(items)
+        self.forgotten = False
 
 
 class Asking:
@@ -58,12 +61,12 @@ class Asking:
         self._fetches = fetches
         self._clock = clock
         self._wants: dict[int, _Want] = {}
-        self._leases: dict[tuple[str, int], list[Lease]] = {}
+        self._leases = Leases()
         self._held: dict[bytes, None] = {}
         self._heard_at = clock()
         self._silent = False
         self.not_in_node: dict[str, bytes] = {}
-        """Identities, by identifier, of what checks have found that the node lacks; the owner takes them out."""
+        """Identities, by identifier, of what vLLM has and the node lacks, as checks found; the owner takes them out."""
 
     # -------------------------------------------------------- asking
 
@@ -82,23 +85,20 @@ class Asking:
         ):
             if not group:
                 continue
-            number = self._send(group, expect_s=expect_s)
-            if not number:
+            if not self._send(record, group, expect_s=expect_s):
                 self._no_node(group, now)
                 continue
-            record.wants.append(number)
             for item in group:
                 item.apply(Event.ASKED)
                 self._set_deadline(item, now)
 
-    def check(self, items: Sequence[Item]) -> int:
-        """Ask whether the node holds what vLLM holds. Returns the want's id; 0 if there was nobody to ask."""
-        if not items or not self._client.attach():
-            return 0
-        number = self._send(items, expect_s=0.0, check=True)
-        for item in items if number else ():
+    def check(self, record: RequestRecord, items: Sequence[Item]) -> int:
+        """Ask for what vLLM has too: for spare leases, and to learn of what the node lacks. The want's id, or 0."""
+        for item in items:
             item.checked = True
-        return number
+        if self._silent or sum(want.check and want.unanswered > 0 for want in self._wants.values()) >= OPEN_CHECKS:
+            return 0
+        return self._send(record, items, expect_s=0.0, check=True) if self._client.attach() else 0
 
     def is_unanswered(self, want: int) -> bool:
         found = self._wants.get(want)
@@ -129,50 +129,59 @@ class Asking:
         if identities:
             self._client.encoding(identities)
 
-    # -------------------------------------------------------- leases
-
-    def holds(self, item: Item) -> bool:
-        return (item.identifier, item.rows) in self._leases
-
-    def take(self, item: Item) -> Place | None:
-        """A lease for `item`, its own or another request's, given over to the workers: only they can end it now."""
-        leases = self._leases.get((item.identifier, item.rows))
-        if not leases:
-            return None
-        lease = next((found for found in leases if found.item is item), leases[0])
-        self._drop(lease)
-        if lease.item is not item:
-            lease.item.apply(Event.VOIDED)
-        if lease.place.incarnation == self._client.incarnation:
-            self._client.dispatched(lease.place.lease)
-        return lease.place
-
-    def release(self, item: Item) -> None:
-        """Give back the item's own lease, if it has one."""
-        lease = self._drop_own(item)
-        if lease is not None:
-            item.apply(Event.VOIDED)
-            self._release(lease.place.incarnation, lease.place.lease)
-
-    def forget(self, record: RequestRecord) -> None:
-        """The request needs nothing more. The node releases whatever it has leased, or will, for these wants."""
-        for item in record.items():
-            self._drop_own(item)
-            if item.state in (State.WANTED, State.LEASED):
-                item.apply(Event.VOIDED)
-        for number in record.wants:
-            want = self._wants.pop(number, None)
-            if want is not None and want.incarnation == self._client.incarnation:
-                self._client.forget(number)
-        record.wants.clear()
-
     def is_held(self, identity: bytes) -> bool:
         """Whether the node has told us that it holds this entry. It may have evicted it since."""
         return identity in self._held
 
+    # -------------------------------------------------------- leases
+
+    def serves(self, item: Item) -> bool:
+        """Whether a lease is held that a load of this item can rest on."""
+        return self._leases.serves(item)
+
+    def take(self, item: Item) -> Lease | None:
+        """A lease for `item`, its own or another request's, given over to the workers: only they can end it now."""
+        lease = self._leases.best(item)
+        if lease is None:
+            return None
+        self._leases.remove(lease)
+        if lease.item is not item:
+            lease.item.apply(Event.VOIDED)
+        if lease.spare:
+            self._count_landing(lease.place.nbytes, lease.source, 0.0)
+        if lease.place.incarnation == self._client.incarnation:
+            self._client.dispatched(lease.place.lease)
+        return lease
+
+    def release(self, item: Item) -> None:
+        """Give back the item's own lease, if it has one."""
+        lease = self._leases.own(item)
+        if lease is not None:
+            self._leases.remove(lease)
+            item.apply(Event.VOIDED)
+            self._release(lease.place.incarnation, lease.place.lease)
+
+    def forget(self, record: RequestRecord) -> None:
+        """The request needs nothing more: end its leases, and stop waiting for answers."""
+        for item in record.items():
+            self.release(item)
+            if item.state is State.WANTED:
+                item.apply(Event.VOIDED)
+        for number in record.wants:
+            want = self._wants.get(number)
+            if want is None:
+                continue
+            want.forgotten = True
+            if want.check and want.unanswered:
+                continue  # What the node lacks is worth knowing, whoever asked.
+            del self._wants[number]
+            if want.unanswered and want.incarnation == self._client.incarnation:
+                self._client.forget(number)
+        record.wants.clear()
+
     # -------------------------------------------------------- inside
 
-    def _send(self, items: Sequence[Item], *, expect_s: float, check: bool = False) -> int:
+    def _send(self, record: RequestRecord, items: Sequence[Item], *, expect_s: float, check: bool = False) -> int:
         number = self._client.want(
             [WantItem(item.identity, item.rows) for item in items],
             readers=self._readers,
@@ -182,6 +191,7 @@ class Asking:
         )
         if number:
             self._wants[number] = _Want(self._client.incarnation, items, check)
+            record.wants.append(number)
         return number
 
     def _set_deadline(self, item: Item, now: float) -> None:
@@ -222,7 +232,7 @@ class Asking:
             # Forgotten. The node had not read our Forget when it answered; reading it, it released the lease.
             return None
         want.unanswered -= 1
-        if want.check and not want.unanswered:
+        if want.forgotten and not want.unanswered:
             del self._wants[number]
         return want, want.items[index]
 
@@ -232,25 +242,29 @@ class Asking:
             return
         want, item = found
         self._hold(item.identity)
-        if want.check or item.state is not State.WANTED:
+        expected = State.RESIDENT if want.check else State.WANTED
+        if want.forgotten or item.state is not expected:
             self._release(want.incarnation, landed.lease)
             return
         if not _loadable(landed):
             self._release(want.incarnation, landed.lease)
-            self._missed(item, "layout")
+            if not want.check:
+                self._missed(item, "layout")
             return
         item.apply(Event.LANDED)
-        item.reason = landed.source
         place = Place(
             want.incarnation, landed.lease, landed.offset, landed.nbytes, landed.rows, landed.dim, landed.dtype
         )
-        self._leases.setdefault((item.identifier, item.rows), []).append(Lease(item, place))
-        if item.placed:
-            return
-        self._counts.add("fetches", "landed", landed.source)
-        self._counts.add("fetched_bytes", landed.source, amount=landed.nbytes)
-        if landed.source == "remote":
-            self._counts.observe_fetch(landed.seconds)
+        spare = want.check or item.placed
+        self._leases.add(Lease(item, place, landed.source, spare=spare))
+        if not spare:
+            self._count_landing(landed.nbytes, landed.source, landed.seconds)
+
+    def _count_landing(self, nbytes: int, source: str, seconds: float) -> None:
+        self._counts.add("fetches", "landed", source)
+        self._counts.add("fetched_bytes", source, amount=nbytes)
+        if seconds > 0:
+            self._counts.observe_fetch(seconds)
 
     def _missing(self, missing: Missing) -> None:
         found = self._answered(missing.want, missing.index)
@@ -275,12 +289,13 @@ class Asking:
             if want.incarnation == incarnation:
                 del self._wants[number]
                 for item in want.items:
+                    item.checked = False
                     if item.state is State.WANTED:
                         item.apply(Event.VOIDED)
-        for leases in list(self._leases.values()):
-            for lease in [found for found in leases if found.place.incarnation == incarnation]:
-                self._drop(lease)
-                lease.item.apply(Event.VOIDED)
+        for lease in self._leases.of(incarnation):
+            self._leases.remove(lease)
+            lease.item.checked = False
+            lease.item.apply(Event.VOIDED)
         self._held.clear()
         self._silent = False
 
@@ -289,20 +304,6 @@ class Asking:
         self._held[identity] = None
         if len(self._held) > REMEMBERED:
             del self._held[next(iter(self._held))]
-
-    def _drop(self, lease: Lease) -> None:
-        key = (lease.item.identifier, lease.item.rows)
-        leases = self._leases[key]
-        leases.remove(lease)
-        if not leases:
-            del self._leases[key]
-
-    def _drop_own(self, item: Item) -> Lease | None:
-        for lease in self._leases.get((item.identifier, item.rows), ()):
-            if lease.item is item:
-                self._drop(lease)
-                return lease
-        return None
 
     def _release(self, incarnation: bytes, lease: int) -> None:
         if incarnation == self._client.incarnation:

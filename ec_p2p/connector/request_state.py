@@ -10,8 +10,6 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from ec_p2p.node.tensors import Place
-
 
 class State(Enum):
     UNASKED = auto()
@@ -49,6 +47,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.UNASKED, Event.MISSED): State.MISSING,
     (State.UNASKED, Event.ALLOCATED): State.ALLOCATED,
     (State.RESIDENT, Event.EVICTED): State.UNASKED,
+    (State.RESIDENT, Event.LANDED): State.LEASED,
     (State.RESIDENT, Event.ALLOCATED): State.ALLOCATED,
     (State.RESIDENT, Event.REWOUND): State.UNASKED,
     (State.WANTED, Event.LANDED): State.LEASED,
@@ -61,7 +60,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.LEASED, Event.REWOUND): State.LEASED,
     (State.MISSING, Event.ALLOCATED): State.ALLOCATED,
     (State.MISSING, Event.REWOUND): State.UNASKED,
-    # An item without media gets a second lease while its tokens are computed: vLLM's cache may be reset meanwhile.
+    # What vLLM has gets a spare lease where possible: vLLM may reset its cache, and tells nobody.
     (State.ALLOCATED, Event.ASKED): State.WANTED,
     (State.ALLOCATED, Event.MISSED): State.ALLOCATED,
     (State.ALLOCATED, Event.ALLOCATED): State.ALLOCATED,
@@ -83,6 +82,7 @@ class Item:
         "hinted",
         "identifier",
         "identity",
+        "needed",
         "placed",
         "reason",
         "retry_at",
@@ -109,9 +109,12 @@ class Item:
         self.deadline = 0.0
         """When we stop believing that the node will answer; 0.0 before the first try."""
         self.retry_at = 0.0
+        self.needed = False
+        """Some token has needed it: it is not covered by a prefix cache."""
         self.counted = False
+        """Its lookup has been."""
         self.checked = False
-        """The node has been asked whether it holds it too, though vLLM has it."""
+        """The node has been asked for it although vLLM has it."""
 
     def apply(self, event: Event) -> None:
         """Raises ValueError for an event that this state does not know."""
@@ -133,26 +136,17 @@ class Item:
         return self.placed or self.state in SETTLED
 
 
-class Lease:
-    """A landed entry that is pinned for us and not yet on its way to the workers."""
-
-    __slots__ = ("item", "place")
-
-    def __init__(self, item: Item, place: Place) -> None:
-        self.item = item
-        self.place = place
-
-
 class RequestRecord:
     """One live request with media."""
 
-    __slots__ = ("_by_index", "_ends", "_items", "computed", "failed", "preemptions", "request_id", "wants")
+    __slots__ = ("_by_index", "_ends", "_items", "admitted", "computed", "failed", "preemptions", "request_id", "wants")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.computed = 0
         """Tokens that need no embedding any more, as of the last look."""
         self.preemptions = 0
+        self.admitted = False
         self.failed = False
         self.wants: list[int] = []
         self._items: dict[tuple[str, int], Item] = {}

@@ -73,8 +73,8 @@ class SchedulerSide:
         if last.offset + last.length <= num_computed_tokens:
             # Asked at every decode step.
             record = self._records.get(request.request_id)
-            if record is not None and record.wants:
-                self._asking.forget(record)
+            if record is not None and record.admitted:
+                self._leave(record)
             return True
         record = self._record(request)
         if record.failed:
@@ -85,32 +85,36 @@ class SchedulerSide:
         record.computed = num_computed_tokens
         needed = record.beyond(num_computed_tokens)
         for item in record.items():
-            if item.state is State.LEASED and item not in needed:
+            if item in needed:
+                item.needed = True
+            elif item.state is State.LEASED:
                 self._asking.release(item)
         self._current = record, needed
         self._settle(record, needed)
-        self._count_lookups(needed)
         lost = next((item for item in needed if item.state is State.MISSING and not _harmless(item)), None)
         if lost is not None:
             self._fail(record, lost)
             return False
-        return all(item.settled for item in needed)
+        record.admitted = all(item.settled for item in needed)
+        return record.admitted
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether a load of it can be promised to the request that is being scheduled."""
         if self._current is None:
             return False
         items = [item for item in self._current[1] if item.identifier == identifier]
-        return bool(items) and all(self._asking.holds(item) for item in items)
+        return bool(items) and all(self._asking.serves(item) for item in items)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Record the load that was promised, or the encode."""
         item = self._record(request).at(index)
-        place = self._asking.take(item)
-        if place is not None:
-            self._step.loads.append((item.identifier, place))
+        lease = self._asking.take(item)
+        if lease is not None:
+            self._step.loads.append((item.identifier, lease.place))
+            self._count_lookup(item, lease.source)
         else:
             self._encode(item)
+            self._count_lookup(item, "missing")
         item.apply(Event.ALLOCATED)
         if item.identifier in self._resident:
             # vLLM has just made room for what we thought it had: its cache was reset, so nothing of the mirror holds.
@@ -137,7 +141,9 @@ class SchedulerSide:
             # Model Runner V1 calls no hook of a consumer in a step without tokens: keep it for the next.
             return ECP2PMetadata()
         step, self._step = self._step, ECP2PMetadata()
-        step.saves_resident, self._asking.not_in_node = self._asking.not_in_node, {}
+        if self._saves:
+            step.saves_resident = self._asking.not_in_node
+        self._asking.not_in_node = {}
         return step
 
     # -------------------------------------------------------- after a request
@@ -147,6 +153,8 @@ class SchedulerSide:
         self._unavailable.discard(request.request_id)
         record = self._records.pop(request.request_id, None)
         if record is not None:
+            if record.admitted:
+                self._leave(record)
             self._asking.forget(record)
         if self._current is not None and self._current[0] is record:
             self._current = None
@@ -205,11 +213,9 @@ class SchedulerSide:
                 self._asking.hear()
                 self._asking.ask(record, [item for item in needed if _to_ask(item)])
                 fresh = True
-            unchecked = [
-                item for item in needed if item.state is State.RESIDENT and not item.checked and item.shareable
-            ]
-            if self._saves and unchecked:
-                check = self._asking.check(unchecked)
+            unchecked = [i for i in needed if i.state is State.RESIDENT and i.shareable and not i.checked]
+            if unchecked:
+                check = self._asking.check(record, unchecked)
                 fresh = True
             self._asking.expire(needed)
             if all(item.settled for item in needed) and not self._asking.is_unanswered(check):
@@ -237,13 +243,19 @@ class SchedulerSide:
                 item.apply(Event.MISSED)
                 item.reason = "not_shared"
 
-    def _count_lookups(self, items: list[Item]) -> None:
-        for item in items:
-            if item.counted or item.state not in (State.RESIDENT, State.LEASED, State.MISSING):
-                continue
+    def _leave(self, record: RequestRecord) -> None:
+        """The request needs no embedding any more, unless it is preempted."""
+        for item in record.items():
+            if item.needed and item.identifier in self._resident:
+                # vLLM never asked for room for it, so it had it.
+                self._count_lookup(item, "encoder_cache")
+        self._asking.forget(record)
+        record.admitted = False
+
+    def _count_lookup(self, item: Item, outcome: str) -> None:
+        if not item.counted:
             item.counted = True
-            outcome = {State.RESIDENT: "encoder_cache", State.LEASED: item.reason, State.MISSING: "missing"}
-            self._counts.add("lookups", outcome[item.state])
+            self._counts.add("lookups", outcome)
 
     def _encode(self, item: Item) -> None:
         reason = {State.MISSING: item.reason, State.RESIDENT: "evicted"}.get(item.state, "unasked")
@@ -256,6 +268,7 @@ class SchedulerSide:
     def _fail(self, record: RequestRecord, item: Item) -> None:
         record.failed = True
         self._unavailable.add(record.request_id)
+        self._count_lookup(item, "missing")
         self._asking.forget(record)
         self._counts.add("failed_requests", item.reason)
         logger.warning(

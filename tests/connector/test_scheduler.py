@@ -98,6 +98,7 @@ def test_cached_and_uncached_items_in_one_request(harness, node):
     mixed = request("a", "b", "c")
     step = h.schedule(mixed)
     assert loaded(step) == ["b"]
+    h.side.request_finished(mixed)
     assert h.counted()["lookups"] == {"missing": 2, "encoder_cache": 1, "local": 1}
 
 
@@ -176,6 +177,7 @@ def test_a_request_that_is_asked_again_and_again_keeps_one_lease(harness, node):
         assert h.side.has_cache_item("a")
         h.end(tokens=3)
     assert len(node.leases) == len(node.asked) == 1
+    h.schedule(r)
     assert h.counted()["lookups"] == {"local": 1}
 
 
@@ -244,7 +246,6 @@ def test_without_media_vllms_own_cache_is_not_trusted(harness, node):
     h = harness()
     h.schedule(request("a"))
     assert h.ensure(request("a"))
-    assert len(node.asked) == 1
     r = request(only_metadata("a"))
     assert not h.ensure(r)
     fails_alone(h, r)
@@ -261,7 +262,8 @@ def test_without_media_a_lease_is_held_as_long_as_tokens_need_it(harness, node):
     h.end()
     assert h.ensure(r, 10)
     assert [state for _, state in node.leases.values()] == ["dispatched", "dispatched"]
-    assert h.counted()["fetches"] == {"landed,local": 1}
+    assert len(node.asked) == 3
+    assert h.counted()["fetches"] == {"landed,local": 2}  # a spare lease that is not used is none
 
 
 def test_a_vanished_source_does_not_hurt_a_request_that_has_its_item(harness, node):
@@ -310,10 +312,45 @@ def test_preemption_before_any_other_look(harness, node):
     h.schedule(r)
     r.num_preemptions += 1
     assert h.ensure(r)
-    assert len(node.asked) == 1  # still in vLLM's cache
+    assert loaded(h.schedule(r)) == []  # still in vLLM's cache
+    r.num_preemptions += 1
     h.end(freed=["a"])
-    assert h.ensure(r)
-    assert len(node.asked) == 2
+    h.cache.clear()
+    assert loaded(h.schedule(r)) == ["a"]
+
+
+@pytest.mark.parametrize("role", ["ec_producer", "ec_consumer", "ec_both"])
+def test_a_reset_of_vllms_cache_costs_no_encode_of_what_the_node_holds(harness, node, role):
+    h, first, second = harness(role), request("a"), request("a")
+    node.holds = {"a": 10}
+    h.schedule(first)
+    h.side.request_finished(first)
+    h.cache.clear()
+    assert loaded(h.schedule(second)) == ["a"]
+    h.side.request_finished(second)
+    assert [state for _, state in node.leases.values()] == ["dispatched", "dispatched"]
+    counted = h.counted()
+    assert (counted["lookups"], counted["fetches"]) == ({"local": 2}, {"landed,local": 2})
+
+
+def test_what_vllm_has_is_waited_for_no_longer_than_a_moment(harness, node, clock):
+    h = harness(inline_wait_s=0.003)
+    h.schedule(request("a"))
+    node.frozen = True
+    for _ in range(200):
+        before = clock.now
+        r = request("a")
+        assert h.ensure(r)
+        assert clock.now - before <= 0.0031
+        h.end(tokens=0)
+        h.side.request_finished(r)
+    assert len(node.asked) < 100
+    node.die(successor=NEW)
+    node.frozen = False
+    h.end()
+    node.holds = {"b": 10}
+    assert loaded(h.schedule(request("b"))) == ["b"]
+    assert h.side._asking._wants.keys() == {max(node.wants)}
 
 
 def test_a_reset_of_vllms_cache_is_noticed_at_the_next_alloc(harness, node):
@@ -440,6 +477,7 @@ def test_an_answer_after_we_gave_up_is_given_back(harness, node, clock):
     node.land("a")
     h.end()
     assert node.leases == {}
+    h.schedule(r)
     assert h.counted()["lookups"] == {"missing": 1}
 
 
@@ -607,8 +645,26 @@ def test_a_resident_item_that_the_node_lost_is_published_again(harness, node):
     step = h.schedule(request("a"))  # vLLM has it, the node does not
     assert step.saves_resident == {"a": identity_of("a")}
     node.holds = {"a": 10}
-    step = h.schedule(request("a"))
-    assert (step.saves_resident, step.loads, node.leases) == ({}, [], {})
+    r = request("a")
+    step = h.schedule(r)
+    assert (step.saves_resident, step.loads) == ({}, [])
+    h.side.request_finished(r)
+    assert node.leases == {}
+
+
+def test_any_number_of_requests_may_rest_on_vllms_cache(harness, node):
+    h = harness("ec_producer")
+    h.schedule(request("a"))
+    node.holds = {"a": 10}
+    crowd = [request("a") for _ in range(200)]
+    for r in crowd:
+        h.schedule(r)
+    assert len(node.leases) == 200
+    for r in crowd:
+        h.side.request_finished(r)
+    assert node.leases == {}
+    node.holds = {}
+    assert h.schedule(request("a")).saves_resident == {"a": identity_of("a")}
 
 
 def test_a_check_holds_nothing_up_and_is_not_lost(harness, node, clock):
@@ -687,5 +743,6 @@ def test_nothing_of_a_finished_request_stays(harness, node):
         h.side.request_finished(r)
     assert h.side._records == {}
     assert h.side._asking._wants == {}
-    assert h.side._asking._leases == {}
+    assert len(h.side._asking._leases) == 0
+    assert node.leases.keys() == {1}  # the one load
     assert h.side._current is None
