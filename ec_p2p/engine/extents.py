@@ -37,7 +37,7 @@ class Extent:
     carved out of the extent since is no longer part of it.
     """
 
-    __slots__ = ("home", "life", "nbytes", "offset", "parts", "record", "slab")
+    __slots__ = ("carved", "home", "life", "nbytes", "offset", "record", "slab")
 
     def __init__(self, home: Extents, slab: int, offset: int, nbytes: int, record: int) -> None:
         self.home = home
@@ -47,8 +47,13 @@ class Extent:
         self.record = record
         """Byte offset of the extent's 64-byte record."""
         self.life = Life.RESERVED
-        self.parts = [(offset, offset + nbytes)]
+        self.carved: list[tuple[int, int]] | None = None
+        """What is left (start, end) after the first carving; None before, and so for every entry: there are many."""
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
         """Ranges (start, end) that still belong to the extent, in address order."""
+        return [(self.offset, self.offset + self.nbytes)] if self.carved is None else self.carved
 
     @property
     def remaining(self) -> int:
@@ -135,20 +140,21 @@ class Extents:
         end = start + whole_pages(nbytes)
         if offset < 0 or offset % PAGE or nbytes < 0:
             raise ExtentError(f"cannot carve {nbytes} bytes at {offset} of {extent}; accepted: multiples of {PAGE}")
-        part = next((part for part in extent.parts if part[0] <= start and end <= part[1]), None)
+        parts = extent.parts
+        part = next((part for part in parts if part[0] <= start and end <= part[1]), None)
         if part is None:
             raise ExtentError(f"cannot carve {nbytes} bytes at {offset} of {extent}: not part of it, or carved before")
         if not self.has_slot(extent.slab):
             return None
-        index = extent.parts.index(part)
-        rest = ((part[0], start), (end, part[1]))
-        extent.parts[index : index + 1] = [(low, high) for low, high in rest if low < high]
+        at = parts.index(part)
+        rest = [(low, high) for low, high in ((part[0], start), (end, part[1])) if low < high]
+        extent.carved = parts[:at] + rest + parts[at + 1 :]
         return Extent(self, extent.slab, start, end - start, self._free_slots[extent.slab].pop())
 
     def keep(self, extent: Extent, nbytes: int) -> None:
         """A reserved, uncarved extent becomes an entry of `nbytes`. Raises ExtentError."""
         self._must_be(extent, Life.RESERVED)
-        if extent.parts != [(extent.offset, extent.offset + extent.nbytes)]:
+        if extent.carved is not None:
             raise ExtentError(f"{extent} cannot become an entry: pieces were carved out of it")
         if not 0 <= nbytes <= extent.nbytes:
             raise ExtentError(f"{extent} cannot hold an entry of {nbytes} bytes")
@@ -160,7 +166,7 @@ class Extents:
         extent.life = Life.FREED
         for start, end in extent.parts:
             self._give(start, end)
-        extent.parts = []
+        extent.carved = []
         self._free_slots[extent.slab].append(extent.record)
 
     # ------------------------------------------------------------ free ranges
