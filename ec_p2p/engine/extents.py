@@ -187,14 +187,15 @@ class Extents:
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 
     def _take(self, size: int) -> Extent | None:
-        for start, end in self.fitting(size):
-            slab = self.slab_of(start)
-            if self._free_slots[slab]:
-                self._remove(start, end)
-                if start + size < end:
-                    self._insert(start + size, end)
+        for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):
+            width, start = self._by_size[index]
+            slots = self._free_slots[self.slab_of(start)]
+            if slots:
+                self._remove(start, start + width)
+                if size < width:
+                    self._insert(start + size, start + width)
                 self.free_bytes -= size
-                return Extent(self, slab, start, size, self._free_slots[slab].pop())
+                return Extent(self, self.slab_of(start), start, size, slots.pop())
         return None
 
     def _give(self, start: int, end: int) -> None:
