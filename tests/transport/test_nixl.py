@@ -76,6 +76,33 @@ def test_a_reading_is_not_let_go_while_it_may_still_write(monkeypatch):
         holder.close()
 
 
+def learn_of_a_slab_during_a_read(name, card, newer, pid):
+    end = End("nixl", unique_name())
+    end.transport.connect(name, card)
+    end.fetch(name, 0, 0, 64)
+    os.kill(pid, signal.SIGSTOP)
+    reading = end.transport.read(name, [Span(0, 0, MIB)])
+    end.transport.connect(name, newer)
+    end.transport.progress()
+    assert reading.poll() is State.POSTED
+    os.kill(pid, signal.SIGCONT)
+    assert end.wait(reading) is State.DONE
+    landed = end.memory[:MIB], end.fetch(name, SLAB, 0, 64)
+    end.close()
+    return landed
+
+
+def test_a_newer_card_during_a_read(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    holder = Holder("nixl")
+    try:
+        newer = holder.ask("add_slab")
+        landed = in_child(learn_of_a_slab_during_a_read, holder.name, holder.card, newer, holder.pid)
+        assert landed == (holder.bytes[:MIB], holder.bytes[SLAB : SLAB + 64])
+    finally:
+        holder.close()
+
+
 def close_beside_a_stopped_peer(name, card, pid):
     end = End("nixl", unique_name())
     end.transport.connect(name, card)
