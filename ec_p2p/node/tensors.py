@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
 from ec_p2p.node.client import Detached, NodeClient
 from ec_p2p.node.messages import (
     CloseWindow,
@@ -45,19 +46,6 @@ class Place(NamedTuple):
     dtype: str
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def view(buffer: memoryview, offset: int, rows: int, dim: int, dtype: str) -> torch.Tensor:
-    """A (rows, dim) tensor over arena bytes. It aliases them: copy before the lease or the window ends."""
-    kind: torch.dtype = getattr(torch, dtype)
-    if rows * dim == 0:
-        return torch.empty((rows, dim), dtype=kind)
-    flat = torch.frombuffer(buffer, dtype=kind, count=rows * dim, offset=offset)
-    return flat.view(rows, dim)
-
-
 class Loader:
     """Copies promised entries out of the arena."""
 
@@ -71,8 +59,9 @@ class Loader:
             arena = self._client.arena(place.incarnation)
         if arena is None:
             raise LookupError(f"the arena of node incarnation {place.incarnation.hex()[:8]} is not mapped")
-        source = view(arena.buffer, place.offset, place.rows, place.dim, place.dtype)
-        return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+        tensor = torch.empty((place.rows, place.dim), dtype=dtype_of(place.dtype), device=device)
+        copy_out(arena, place.offset, tensor)
+        return tensor
 
 
 class Saver:
@@ -116,6 +105,10 @@ class Saver:
     def _save(self, identity: bytes, tensor: torch.Tensor) -> str:
         if tensor.dim() != 2:
             return "layout"
+        try:
+            dtype = dtype_name(tensor.dtype)
+        except ValueError:
+            return "layout"
         rows, dim = tensor.shape
         nbytes = tensor.numel() * tensor.element_size()
         self._take_in(self._client.poll())
@@ -128,9 +121,8 @@ class Saver:
         arena = self._client.arena(self._incarnation)
         assert arena is not None
         offset = window.take(nbytes)
-        with torch.no_grad():
-            view(arena.buffer, offset, rows, dim, dtype_name(tensor.dtype)).copy_(tensor)
-        self._client.send(Commit(window.window, identity, offset, nbytes, rows, dim, dtype_name(tensor.dtype)))
+        copy_in(arena, offset, tensor, tensor.dtype)
+        self._client.send(Commit(window.window, identity, offset, nbytes, rows, dim, dtype))
         return "saved"
 
     def _window_for(self, nbytes: int) -> _WriteWindow | None:
