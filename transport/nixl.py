@@ -192,6 +192,7 @@ class NixlTransport:
 
     def card(self) -> bytes:
         if self._card is None:
+            self._check_open()
             fields = (self._base, self._ends, self._greeting, self._agent.metadata())
             self._card = pack_card(self.kind, CARD_VERSION, self.name, *fields)
         return self._card
@@ -232,8 +233,7 @@ class NixlTransport:
         if known.broken:
             self._reconnect(known)
         reading = NixlReading(known, cut(spans, self._base, self._ends, known.base, known.ends))
-        reading.poll()
-        if reading.error:
+        if reading.poll() is State.FAILED:
             raise TransportError(reading.error)
         return reading
 
