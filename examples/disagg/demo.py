@@ -6,10 +6,7 @@ metrics of the running processes where each embedding came from. Exits 0 only wh
 
 from __future__ import annotations
 
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,7 @@ import tiny_model
 from accounts import Account, Reading, check_transport, settle
 from chat import Answer, ask, chat_body, data_uri, picture, served
 from fleet import DemoFleet, Fleet, start_demo_fleet
-from processes import Failed, Run
+from processes import Failed, Run, interruptible, log_folder
 from proxy import ENCODE_HEADER, TARGET_HEADER
 
 CONSUMER_1, CONSUMER_2, BOTH = range(3)
@@ -121,14 +118,14 @@ def warm_up(fleet: DemoFleet) -> None:
     ask(fleet.both.url, chat_body("warm-up", [data_uri(picture(200))]))
 
 
-def demonstrate(folder: Path) -> str:
+def demonstrate(logs: Path) -> str:
     """Run the whole demo; returns the last line to print. Raises Failed with the reason when something deviates."""
     began = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
 
-    with Run(folder) as run, served({"c.png": picture(3, 500, 400)}) as web:
+    with Run(logs) as run, served({"c.png": picture(3, 500, 400)}) as web:
         plan = steps(web)
         say("building a tiny random Idefics3")
         tiny_model.build(run.tmp / "model")
@@ -158,22 +155,16 @@ def demonstrate(folder: Path) -> str:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="ec-p2p-demo-"))
-    keep_logs = True
+    interruptible()
     try:
-        last_line = demonstrate(folder)
-        keep_logs = False
+        with log_folder("ec-p2p-demo-") as logs:
+            last_line = demonstrate(logs)
     except Failed as failure:
-        print(f"\nDEMO FAILED: {failure}\n(logs: {folder})", file=sys.stderr)
+        print(f"DEMO FAILED: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        keep_logs = False
-        print("\ninterrupted; everything is stopped", file=sys.stderr)
+        print("interrupted; everything is stopped", file=sys.stderr)
         return 130
-    finally:
-        if not keep_logs:
-            shutil.rmtree(folder)
     print(last_line)
     return 0
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from metrics import DIRECT, Metrics
-from processes import Failed, Process, Run, free_port
+from processes import Failed, Process, Run, free_port, interruptible, log_folder
 
 MODEL_NAME = "tiny"
 STOCK_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
@@ -193,11 +192,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder that tiny_model.py has written")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="ec-p2p-fleet-"))
+    interruptible()
     try:
-        with Run(folder) as run:
-            print(f"starting; logs in {folder}", flush=True)
+        with log_folder("ec-p2p-fleet-") as logs, Run(logs) as run:
+            print(f"starting; logs in {logs}", flush=True)
             fleet = start_demo_fleet(Fleet(run, args.model.absolute()))
             for server in (fleet.proxy, *fleet.servers):
                 print(f"{server.name:10} {server.url}   pid {server.process.pid}")
@@ -209,7 +207,7 @@ def main() -> int:
         print(failure, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        pass
+        print("everything is stopped", file=sys.stderr)
     return 0
 
 
