@@ -65,7 +65,7 @@ class Node:
         self.counters = Counters()
         self._spawned = spawned
         self._stopping = False
-        self._lonely_since = time.monotonic()
+        self._lonely_since = float("inf")
         self._registered = 0
         self._card = Card(PROTOCOL_VERSION, self.incarnation, "", 0, 0, b"")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -158,6 +158,8 @@ class Node:
             self.arena.nbytes >> 20,
             self._metrics.port,
         )
+        # From now on: coming up may take longer than a short grace.
+        self._lonely_since = time.monotonic()
         try:
             while not self._stopping:
                 self.turn()
