@@ -237,7 +237,7 @@ def test_one_of_two_directories_dies_and_comes_back(loop: Loop) -> None:
     loop.until(lambda: view.lookup(TWO))
     loop.until(lambda: not view.lookup(ONE), "what only the dead directory still says does not count")
     assert view.replicas[0].lookup(ONE)
-    assert view.fresh
+    loop.until(lambda: view.fresh)
 
     again = loop.directory(endpoints[0])
     loop.until(lambda: in_step(again, view.replicas[0]) and view.replicas[0].lookup(TWO))
