@@ -38,13 +38,13 @@ def open_transport(
     """Make the transport called `kind`: 'nixl', 'zmq', or 'auto' for NIXL where it is installed.
 
     name: unique in the fleet; peers know the transport by it. base, nbytes: address and size of the arena's mapping.
-    context, bind_host, advertise_host: used by 'zmq' only. Raises TransportError."""
+    bind_host: where it listens. context, advertise_host: used by 'zmq' only. Raises TransportError."""
     if kind == "auto":
         kind = "nixl" if nixl_available() else "zmq"
     if kind == "nixl":
         from ec_p2p.transport.nixl import NixlTransport
 
-        return NixlTransport(name, base, nbytes)
+        return NixlTransport(name, base, nbytes, bind_host=bind_host)
     if kind == "zmq":
         from ec_p2p.transport.zmq import ZmqTransport
 

@@ -32,6 +32,8 @@ _ENVIRONMENT = {
     "UCX_KEEPALIVE_INTERVAL": "inf",
     # UCX would take SIGHUP for itself and answer it with a flood of messages.
     "UCX_DEBUG_SIGNO": "0",
+    # Patching mmap and its kin takes half a second; it serves a cache of registrations, and we register for good.
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
     # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
     "UCX_TCP_SYN_CNT": "3",
     "NIXL_LOG_LEVEL": "ERROR",
@@ -43,9 +45,16 @@ _CLOSE_S = 1.0
 _GREETING_BYTES = 64
 
 
-def _import_nixl() -> ModuleType:
+def _set_environment(bind_host: str) -> None:
+    """UCX is configured by its environment only. What the user has set stays."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if bind_host in ("localhost", "::1") or bind_host.startswith("127."):
+        # Otherwise it listens on every interface of the host.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def _import_nixl() -> ModuleType:
     refusals = []
     for package in NIXL_PACKAGES:
         try:
@@ -154,11 +163,12 @@ class NixlTransport:
     """See `Transport`. UCX wants one per process at a time.
 
     name: one that no other transport of the fleet has or had; peers know us by it. base, nbytes: the arena's mapping in
-    this process, registered or not. Raises TransportError."""
+    this process, registered or not. bind_host: if it is a loopback address, only peers on this host can connect; the
+    network interface cannot be chosen otherwise, but with UCX_NET_DEVICES. Raises TransportError."""
 
     kind = "nixl"
 
-    def __init__(self, name: str, base: int, nbytes: int, *, backend: str = "UCX") -> None:
+    def __init__(self, name: str, base: int, nbytes: int, *, bind_host: str = "", backend: str = "UCX") -> None:
         self.name = name
         self._base = base
         self._nbytes = nbytes
@@ -170,6 +180,7 @@ class NixlTransport:
         # Every agent has a page that peers read to set the connection up: the arena may not be registered yet.
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
         self._greeting = addressof(c_char.from_buffer(self._page))
+        _set_environment(bind_host)
         try:
             self._agent = Agent(name, backend)
             self._agent.register(self._greeting, _GREETING_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -99,15 +100,18 @@ class End:
 
 
 class Holder:
-    """A process that fills its arena with `pattern(seed)` and lets peers read it."""
+    """A process that fills its arena with `pattern(name)` and lets peers read it."""
 
     def __init__(self, kind, name=None, slabs=1):
         self.name = name or unique_name()
-        self.seed = self.name
         self._process, self._pipe = _start(_hold, kind, self.name, slabs)
         self.pid = self._process.pid
         self.card = self._answer()
-        self.bytes = pattern(self.seed)
+
+    @functools.cached_property
+    def bytes(self):
+        """What its arena holds, as far as it is registered."""
+        return pattern(self.name)
 
     def ask(self, order, *args):
         self._pipe.send((order, args))
@@ -144,7 +148,7 @@ def _process_state(pid):
 
 def _hold(pipe, kind, name, slabs):
     end = End(kind, name, slabs)
-    end.memory[:] = pattern(name)
+    end.memory[: slabs * SLAB] = pattern(name)[: slabs * SLAB]
     pipe.send(end.transport.card())
     poller = zmq.Poller()
     for target in (pipe.fileno(), *end.transport.sockets()):
@@ -160,6 +164,7 @@ def _hold(pipe, kind, name, slabs):
 
 
 def _add_slab(end):
+    end.memory[SLAB:] = pattern(end.transport.name)[SLAB:]
     end.add_slab()
     return end.transport.card()
 

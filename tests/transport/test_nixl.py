@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -140,6 +142,24 @@ def test_reads_over_tcp(monkeypatch):
         assert in_child(read_over_tcp, holder.name, holder.card) == holder.bytes[3 : ARENA - 5]
     finally:
         holder.close()
+
+
+def listening_addresses():
+    end = End("nixl", unique_name())
+    addresses = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.family != socket.AF_UNIX:
+                    addresses.add(found.getsockname()[0])
+    end.close()
+    return addresses
+
+
+def test_an_end_bound_to_the_loopback_listens_nowhere_else():
+    assert in_child(listening_addresses) == {"127.0.0.1"}
 
 
 def refuse_backend():
