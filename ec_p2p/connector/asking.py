@@ -163,7 +163,7 @@ class Asking:
 
     def forget(self, record: RequestRecord) -> None:
         """The request needs nothing more: end its leases, and stop waiting for answers."""
-        for item in record.items():
+        for item in record.items.values():
             self.release(item)
             if item.state is State.WANTED:
                 item.apply(Event.VOIDED)

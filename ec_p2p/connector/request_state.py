@@ -1,7 +1,7 @@
 """What is known of each media item of each live request.
 
 Owns the states of an item and the table of their transitions; every change goes through it. It must never talk to the
-node or to vLLM. A request's items are its distinct (identifier, rows) pairs: the same image twice in a prompt is one.
+node or to vLLM. The same identifier twice in a prompt is one item.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Item:
         "checked",
         "counted",
         "deadline",
+        "end",
         "has_media",
         "hinted",
         "identifier",
@@ -97,6 +98,8 @@ class Item:
         self.identifier = identifier
         self.identity = identity
         self.rows = rows
+        self.end = 0
+        """The prompt's position after its last occurrence."""
         self.has_media = has_media
         """It can be encoded here."""
         self.shareable = shareable
@@ -122,11 +125,12 @@ class Item:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise ValueError(f"{event.name} is impossible for an item that is {self.state.name}") from None
+        if event in (Event.LANDED, Event.ALLOCATED, Event.REWOUND):
+            self.deadline = 0.0
         if event is Event.ALLOCATED:
             self.placed = True
         elif event is Event.REWOUND:
             self.placed = False
-            self.deadline = 0.0
         elif event is Event.EVICTED:
             self.checked = False
 
@@ -137,43 +141,50 @@ class Item:
 
 
 class RequestRecord:
-    """One live request with media."""
+    """One live request with media, and its items by identifier."""
 
-    __slots__ = ("_by_index", "_ends", "_items", "admitted", "computed", "failed", "preemptions", "request_id", "wants")
+    __slots__ = (
+        "_known",
+        "admitted",
+        "computed",
+        "contradiction",
+        "failed",
+        "items",
+        "preemptions",
+        "request_id",
+        "wants",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.items: dict[str, Item] = {}
         self.computed = 0
         """Tokens that need no embedding any more, as of the last look."""
         self.preemptions = 0
         self.admitted = False
         self.failed = False
+        self.contradiction: Item | None = None
+        """An item that the prompt gives two sizes: no embedding can be right for both."""
         self.wants: list[int] = []
-        self._items: dict[tuple[str, int], Item] = {}
-        self._by_index: list[Item] = []
-        self._ends: list[int] = []
+        self._known = 0
 
     def grow(self, features: list[Any], make: Callable[[Any], Item]) -> None:
         """Take in features that are new: a streaming session's request grows."""
-        for feature in features[len(self._by_index) :]:
-            position = feature.mm_position
-            key = (feature.identifier, position.get_num_embeds())
-            item = self._items.get(key)
-            if item is None:
-                item = self._items[key] = make(feature)
-            self._by_index.append(item)
-            self._ends.append(position.offset + position.length)
-
-    def at(self, index: int) -> Item:
-        return self._by_index[index]
-
-    def items(self) -> list[Item]:
-        return list(self._items.values())
+        for feature in features[self._known :]:
+            made = make(feature)
+            item = self.items.setdefault(made.identifier, made)
+            if item.rows != made.rows:
+                self.contradiction = item
+            # The encoder would take any one of an item's occurrences.
+            item.has_media = item.has_media and made.has_media
+            item.shareable = item.shareable and made.shareable
+            item.end = max(item.end, feature.mm_position.offset + feature.mm_position.length)
+            self._known += 1
 
     def beyond(self, computed: int) -> list[Item]:
-        """The items that tokens from `computed` on still need, each once, in the prompt's order."""
-        return list(dict.fromkeys(item for item, end in zip(self._by_index, self._ends, strict=True) if end > computed))
+        """The items that tokens from `computed` on still need."""
+        return [item for item in self.items.values() if item.end > computed]
 
     def rewind(self) -> None:
-        for item in self._items.values():
+        for item in self.items.values():
             item.apply(Event.REWOUND)

@@ -56,8 +56,8 @@ class SchedulerSide:
         self._clock = clock
         self._asking = Asking(client, config, counts, readers=readers, fetches=fetches, clock=clock)
         self._records: dict[str, RequestRecord] = {}
-        self._current: tuple[RequestRecord, list[Item]] | None = None
-        """The request that vLLM is scheduling, and what it still needs: has_cache_item is not told."""
+        self._current: RequestRecord | None = None
+        """The request that vLLM is scheduling: has_cache_item is not told."""
         self._resident: set[str] = set()
         """Mirror of vLLM's encoder cache. It may be stale: vLLM does not tell us when it resets its cache."""
         self._unavailable: set[str] = set()
@@ -77,6 +77,8 @@ class SchedulerSide:
                 self._leave(record)
             return True
         record = self._record(request)
+        if record.contradiction is not None and not record.failed:
+            self._fail(record, record.contradiction, "rows")
         if record.failed:
             return False
         if request.num_preemptions != record.preemptions or num_computed_tokens < record.computed:
@@ -84,30 +86,28 @@ class SchedulerSide:
         record.preemptions = request.num_preemptions
         record.computed = num_computed_tokens
         needed = record.beyond(num_computed_tokens)
-        for item in record.items():
-            if item in needed:
+        for item in record.items.values():
+            if item.end > num_computed_tokens:
                 item.needed = True
-            elif item.state is State.LEASED:
+            else:
                 self._asking.release(item)
-        self._current = record, needed
+        self._current = record
         self._settle(record, needed)
         lost = next((item for item in needed if item.state is State.MISSING and not _harmless(item)), None)
         if lost is not None:
-            self._fail(record, lost)
+            self._fail(record, lost, lost.reason)
             return False
         record.admitted = all(item.settled for item in needed)
         return record.admitted
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether a load of it can be promised to the request that is being scheduled."""
-        if self._current is None:
-            return False
-        items = [item for item in self._current[1] if item.identifier == identifier]
-        return bool(items) and all(self._asking.serves(item) for item in items)
+        item = self._current.items.get(identifier) if self._current else None
+        return item is not None and self._asking.serves(item)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Record the load that was promised, or the encode."""
-        item = self._record(request).at(index)
+        item = self._record(request).items[request.mm_features[index].identifier]
         lease = self._asking.take(item)
         if lease is not None:
             self._step.loads.append((item.identifier, lease.place))
@@ -156,7 +156,7 @@ class SchedulerSide:
             if record.admitted:
                 self._leave(record)
             self._asking.forget(record)
-        if self._current is not None and self._current[0] is record:
+        if self._current is record:
             self._current = None
         if not self._saves or not request.mm_features:
             return None
@@ -218,7 +218,7 @@ class SchedulerSide:
                 check = self._asking.check(record, unchecked)
                 fresh = True
             self._asking.expire(needed)
-            if all(item.settled for item in needed) and not self._asking.is_unanswered(check):
+            if all(map(_has_answer, needed)) and not self._asking.is_unanswered(check):
                 return
             # A running batch is held up only for what was asked just now, which mostly lands within the wait.
             wait = self._wait_left if fresh or self._idle else 0.0
@@ -234,10 +234,11 @@ class SchedulerSide:
             self._wait_left = max(0.0, self._wait_left - (self._clock() - began)) if heard else 0.0
 
     def _look(self, item: Item) -> None:
-        if item.state is State.RESIDENT and item.identifier not in self._resident:
+        in_reach = item.has_media and item.identifier in self._resident
+        if item.state is State.RESIDENT and not in_reach:
             item.apply(Event.EVICTED)
         if item.state is State.UNASKED:
-            if item.has_media and item.identifier in self._resident:
+            if in_reach:
                 item.apply(Event.FOUND)
             elif not item.shareable:
                 item.apply(Event.MISSED)
@@ -245,7 +246,7 @@ class SchedulerSide:
 
     def _leave(self, record: RequestRecord) -> None:
         """The request needs no embedding any more, unless it is preempted."""
-        for item in record.items():
+        for item in record.items.values():
             if item.needed and item.identifier in self._resident:
                 # vLLM never asked for room for it, so it had it.
                 self._count_lookup(item, "encoder_cache")
@@ -265,17 +266,15 @@ class SchedulerSide:
         if self._saves and item.shareable:
             self._step.encodes[item.identifier] = item.identity
 
-    def _fail(self, record: RequestRecord, item: Item) -> None:
+    def _fail(self, record: RequestRecord, item: Item, reason: str) -> None:
         record.failed = True
         self._unavailable.add(record.request_id)
         self._count_lookup(item, "missing")
         self._asking.forget(record)
-        self._counts.add("failed_requests", item.reason)
+        self._counts.add("failed_requests", reason)
+        why = "the request gives it two sizes" if item is record.contradiction else "it carries no media to encode"
         logger.warning(
-            "request %s fails: the embedding of %.64r cannot be had (%s), and the request carries no media to encode",
-            record.request_id,
-            item.identifier,
-            item.reason,
+            "request %s fails: no embedding for %.64r (%s), and %s", record.request_id, item.identifier, reason, why
         )
 
     def _params(self, request: Any) -> Params | None:
@@ -298,6 +297,10 @@ class SchedulerSide:
 def _harmless(item: Item) -> bool:
     """A MISSING item that does not matter: it can be encoded here, or vLLM holds it for this request already."""
     return item.has_media or item.placed
+
+
+def _has_answer(item: Item) -> bool:
+    return item.settled and item.state is not State.WANTED
 
 
 def _to_ask(item: Item) -> bool:

@@ -112,6 +112,7 @@ class ScriptedNode:
         self.sent = []
         self.inbox = []
         self.wants = {}
+        self.pending = {}
         self.leases = {}
         self.closed = 0
         self._ids = itertools.count(1)
@@ -137,6 +138,7 @@ class ScriptedNode:
 
     def forget(self, want):
         self.sent.append(("forget", want))
+        self.pending = {key: identity for key, identity in self.pending.items() if key[0] != want}
         for lease in [n for n, (of, _) in self.leases.items() if of == want]:
             if self.leases[lease][1] == "held":
                 del self.leases[lease]
@@ -147,8 +149,9 @@ class ScriptedNode:
 
     def release(self, lease, reader=-1):
         self.sent.append(("release", lease, reader))
-        if lease in self.leases and (reader >= 0 or self.leases[lease][1] == "held"):
-            del self.leases[lease]
+        assert lease in self.leases, "released twice, or never leased"
+        assert reader >= 0 or self.leases[lease][1] == "held", "dropped while the workers copy"
+        del self.leases[lease]
 
     def encoding(self, identities):
         self.sent.append(("encoding", list(identities)))
@@ -170,6 +173,7 @@ class ScriptedNode:
             self.inbox.append(Missing(number, index, "no_readers"))
         elif any(identity_of(slow) == item.identity for slow in self.slow):
             self.inbox.append(Pending(number, index, "fetching"))
+            self.pending[number, index] = item.identity
         elif identifier is None:
             self.inbox.append(Missing(number, index, "no_source"))
         elif item.rows not in (0, self.holds[identifier]):
@@ -199,10 +203,20 @@ class ScriptedNode:
         number, index, _ = self._asked(identifier)
         self.inbox.append(Missing(number, index, reason))
 
+    def answer_open(self, identifier, reason=None):
+        """Answer whatever was answered by Pending so far: by landing, or by Missing for `reason`."""
+        for number, index in [key for key in self.pending if self.pending[key] == identity_of(identifier)]:
+            del self.pending[number, index]
+            if reason:
+                self.inbox.append(Missing(number, index, reason))
+            else:
+                self._land(number, index, "remote", self.wants[number][index].rows)
+
     def die(self, successor=None):
         """The node is gone; `successor` is the incarnation that is there at once, or None for nobody."""
         self.inbox.append(Detached(self.incarnation))
         self.leases.clear()
+        self.pending.clear()
         self.holds.clear()
         self.there = successor is not None
         self.incarnation = successor or b""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ec_p2p.connector.request_state import SETTLED, TRANSITIONS, Event, Item, RequestRecord, State
 
-from .conftest import image, request
+from .conftest import image, request, without_media
 
 
 def make(identifier="x", rows=10, **kwargs):
@@ -67,21 +67,35 @@ def test_a_lease_is_only_ever_held_after_a_landing(events):
         assert item.settled == (item.placed or item.state in SETTLED)
 
 
-def test_the_same_image_twice_is_one_item_but_not_with_other_rows():
-    same = request(image("a", 0), image("b", 10), image("a", 20), image("a", 30, rows=7))
+def made(feature):
+    return make(feature.identifier, feature.mm_position.get_num_embeds(), has_media="pixel_values" in feature.data)
+
+
+def test_the_same_image_twice_is_one_item():
     record = RequestRecord("r")
-    record.grow(same.mm_features, lambda f: make(f.identifier, f.mm_position.get_num_embeds()))
-    assert record.at(0) is record.at(2)
-    assert record.at(0) is not record.at(3)
-    assert [(i.identifier, i.rows) for i in record.beyond(0)] == [("a", 10), ("b", 10), ("a", 7)]
-    assert [(i.identifier, i.rows) for i in record.beyond(20)] == [("a", 10), ("a", 7)]
-    assert record.beyond(37) == []
+    record.grow(request(image("a", 0), image("b", 10), image("a", 20)).mm_features, made)
+    assert [i.identifier for i in record.beyond(0)] == ["a", "b"]
+    assert [i.identifier for i in record.beyond(20)] == ["a"]
+    assert record.beyond(30) == []
+    assert record.contradiction is None
+
+
+def test_an_item_is_worth_what_its_poorest_occurrence_is():
+    record = RequestRecord("r")
+    record.grow(request(image("a"), image("a", 10, data=without_media)).mm_features, made)
+    assert not record.items["a"].has_media
+
+
+def test_two_sizes_of_one_image_contradict_each_other():
+    record = RequestRecord("r")
+    record.grow(request(image("a"), image("a", 10, rows=7)).mm_features, made)
+    assert record.contradiction is record.items["a"]
 
 
 def test_a_request_that_grows_keeps_what_is_known():
     record = RequestRecord("r")
-    record.grow([image("a")], lambda f: make(f.identifier))
-    record.at(0).apply(Event.ASKED)
-    record.grow([image("a"), image("b", 10)], lambda f: make(f.identifier))
-    assert record.at(0).state is State.WANTED
-    assert record.at(1).state is State.UNASKED
+    record.grow([image("a")], made)
+    record.items["a"].apply(Event.ASKED)
+    record.grow([image("a"), image("b", 10)], made)
+    assert record.items["a"].state is State.WANTED
+    assert record.items["b"].state is State.UNASKED

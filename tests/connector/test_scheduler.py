@@ -194,11 +194,22 @@ def test_other_rows_are_refused_for_that_request_only(harness, node):
     assert h.counted()["local_encodes"] == {"rows": 1}
 
 
-def test_rows_that_contradict_each_other_in_one_request_are_not_promised(harness, node):
+@pytest.mark.parametrize("rows", [(10, 4), (4, 10)])
+def test_a_request_that_gives_one_image_two_sizes_fails_alone(harness, node, rows):
     h = harness()
     node.holds = {"a": 10}
-    assert h.ensure(request(image("a", 0, rows=4), image("a", 4, rows=10)))
-    assert not h.side.has_cache_item("a")
+    r = request(image("a", 0, rows=rows[0]), only_metadata("a", rows[0], rows=rows[1]))
+    assert not h.ensure(r)
+    fails_alone(h, r)
+    assert node.asked == []
+
+
+def test_an_image_once_with_media_and_once_without(harness, node):
+    h, r = harness(), request(image("a"), only_metadata("a", 10))
+    assert not h.ensure(r)
+    fails_alone(h, r)
+    node.holds = {"a": 10}
+    assert loaded(h.schedule(request(image("a"), only_metadata("a", 10)))) == ["a"]
 
 
 def test_wrong_rows_without_media_fail_that_request_alone(harness, node):
@@ -518,6 +529,20 @@ def test_leases_die_with_their_node_and_are_asked_for_again(harness, node):
     node.holds = {"a": 10}
     step = h.schedule(r)
     assert [place.incarnation for _, place in step.loads] == [NEW]
+
+
+def test_a_lease_lost_after_a_long_wait_is_asked_for_with_new_patience(harness, node, clock):
+    h, r = harness(), request(only_metadata("a"))
+    node.holds = {"a": 10}
+    assert h.ensure(r)
+    clock.now += 10 * WAIT_S  # no KV blocks
+    node.die(successor=NEW)
+    h.end()
+    node.slow = {"a"}
+    assert h.schedule(r) is None
+    assert h.side.take_unavailable_requests() == set()
+    node.land("a")
+    assert loaded(h.schedule(r)) == ["a"]
 
 
 def test_waiting_requests_are_asked_for_again_at_the_next_node(harness, node):
