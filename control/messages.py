@@ -222,12 +222,6 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     blob: bytes
 
 
-class Knock(msgspec.Struct, frozen=True, array_like=True, tag="knock"):
-    """'I am about to connect or read': the holder makes transport progress quickly for a short while."""
-
-    reader: Incarnation
-
-
 ToDirectory = Hello | Announce | Heartbeat | Goodbye | SnapshotRequest
 FromDirectory = Welcome | HelloAgain | Refused | SnapshotChunk
 ToPeer = CardRequest

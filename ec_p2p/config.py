@@ -53,7 +53,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Path of the node's Unix socket, for containers that share a folder but no network namespace. Empty: an abstract
     socket named after the user and `node_name`."""
     node_group: str = ""
-    """Members of this Unix group may attach, besides the node's own user."""
+    """Members of this Unix group may attach, besides the node's own user and root. Needs `node_socket`."""
     spawn_node: bool = True
     """Start the host's node when there is none."""
     grace_s: float = 60.0
@@ -61,6 +61,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics_port: int = 0
     """Port of the node's /metrics. 0: any free port of the loopback, told to the clients; -1: none."""
     metrics_host: str = "127.0.0.1"
+    log_file: str = ""
+    """Where a spawned node writes its log, anew at each start. Empty: a file named after the user and the node in the
+    folder for temporary files."""
     log_level: str = "INFO"
 
     # the engine
@@ -92,7 +95,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bind_host: str = ""
     """Address the node's sockets bind to. Empty: the loopback if `advertise_host` is a loopback address, else all."""
     advertise_host: str = ""
-    """Address that peers dial. Empty: the address from which this host reaches `ec_ip`."""
+    """Address that peers dial. Empty: the address from which this host reaches the (first) directory."""
     peer_port: int = 0
     """Port on which peers ask for the card. 0: any free port."""
     heartbeat_s: float = 1.0
@@ -124,6 +127,9 @@ _CHOICES = {
 }
 _POSITIVE = ("fetch_timeout_s", "read_timeout_s", "heartbeat_s", "node_timeout_s")
 _NOT_NEGATIVE = ("grace_s", "expect_s", "inline_wait_s")
+_SMALLEST = 64 << 10
+_LENGTHS = {"node_name": 200, "node_socket": 100}
+"""The directory takes names up to 255 bytes; a socket's path has 107, of which the second one needs some."""
 _PORTS = {"peer_port": 0, "directory_pub_port": 0, "metrics_port": -1, "ec_port": 1}
 
 
@@ -161,8 +167,19 @@ def make_config(settings: Mapping[str, Any]) -> Config:
         if not low <= getattr(config, key) < 65536:
             raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: a port number from {low} to 65535")
     for endpoint in config.directory:
-        if "://" not in endpoint:
+        if not re.fullmatch(r"tcp://[^/]+:\d+", endpoint):
             raise ConfigError(f"directory={endpoint!r} is not an endpoint; accepted: text like 'tcp://host:14579'")
+    for key in ("max_local_cpu_size", "slab_size"):
+        if getattr(config, key) < _SMALLEST:
+            raise ConfigError(f"{key}={getattr(config, key)!r} bytes; accepted: {_SMALLEST} bytes or more")
+    for key, longest in _LENGTHS.items():
+        if len(getattr(config, key).encode()) > longest:
+            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: at most {longest} bytes")
+    if config.node_group and not config.node_socket:
+        raise ConfigError(
+            f"node_group={config.node_group!r} without node_socket; accepted: both, since the abstract socket that "
+            "stands for an empty node_socket belongs to one user"
+        )
     if config.node_timeout_s <= config.heartbeat_s:
         raise ConfigError(
             f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})"

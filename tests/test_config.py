@@ -17,7 +17,7 @@ def test_an_unknown_setting_is_refused_and_names_the_nearest_known_one():
 
 @pytest.mark.parametrize(
     ("value", "nbytes"),
-    [(1, GIB), (0.5, GIB // 2), ("2", 2 * GIB), ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("1024B", 1024)],
+    [(1, GIB), (0.5, GIB // 2), ("2", 2 * GIB), ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("65536B", 65536)],
 )
 def test_arena_sizes_are_gib_or_carry_a_unit(value, nbytes):
     assert make_config({"max_local_cpu_size": value}).max_local_cpu_size == nbytes
@@ -54,6 +54,13 @@ def test_a_bad_size_names_the_key_the_value_and_what_is_accepted(value):
         ("spawn_node", "yes"),
         ("node_name", 5),
         ("node_timeout_s", 0.5),
+        ("node_group", "staff"),
+        ("node_name", "n" * 201),
+        ("node_socket", "/tmp/" + "n" * 100),
+        ("max_local_cpu_size", "1KiB"),
+        ("slab_size", 4096),
+        ("directory", "ipc://directory"),
+        ("directory", "tcp://host"),
     ],
 )
 def test_a_bad_value_names_its_key(key, value):

@@ -95,7 +95,7 @@ def _measure_with_reader(
     client.start()
     there.close()
     try:
-        _turn_until(node, lambda: all(node.holders(identity) for identity in identities.values()))
+        _turn_until(node, lambda: all(node.sources.holders(identity) for identity in identities.values()))
         _turn_until(node, lambda: node.peers_ready == 1)
         results: dict[int, dict[str, list[float]]] = {size: {kind: [] for kind in _KINDS} for size in sizes}
         for size in sizes:
@@ -124,7 +124,7 @@ def _raw_read(node: Any, identity: bytes, landing: int) -> float:
     """One READ of the payload and nothing else, polled without a pause."""
     from ec_p2p.transport.interface import Span, State
 
-    info, advert = node.holders(identity)[0]
+    info, advert = node.sources.holders(identity)[0]
     started = time.perf_counter()
     reading = node.transport.read(info.incarnation.hex(), (Span(advert.offset, landing, advert.nbytes),))
     while (state := reading.poll()) is State.POSTED:

@@ -6,8 +6,10 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
+import tempfile
 from typing import Any
 
 from ec_p2p.config import Config, ConfigError, make_config
@@ -48,10 +50,13 @@ def read_settings(args: argparse.Namespace) -> Config:
 def run(args: argparse.Namespace) -> int:
     config = read_settings(args)
     if args.spawned:
-        _detach()
+        _detach(config)
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s ec-p2p node %(levelname)s %(message)s", stream=sys.stderr
     )
+    import zmq
+
+    from ec_p2p.engine.cpu import OutOfMemory
     from ec_p2p.node.service import Node
     from ec_p2p.node.sessions import AlreadyRunning
     from ec_p2p.transport.interface import TransportError
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     except AlreadyRunning as error:
         print(f"ec-p2p node: {error}", file=sys.stderr)
         return 0 if args.spawned else 1
-    except (OSError, TransportError) as error:
+    except (OSError, TransportError, OutOfMemory, zmq.ZMQError) as error:
         print(f"ec-p2p node: cannot start: {error}", file=sys.stderr)
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,9 +75,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _detach() -> None:
-    """Leave the starter's session and process tree, before any thread exists: who starts a node must be able to die
-    without it, and vLLM kills all descendants when it stops."""
+def _detach(config: Config) -> None:
+    """Leave the starter's session, process tree, cores and output, before any thread exists.
+
+    Who starts a node must be able to die without it: vLLM kills all descendants when it stops, and whoever reads its
+    output waits for the last one that may write to it.
+    """
     if os.fork():
         os._exit(0)
     os.setsid()
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        log = os.open(_log_path(config), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        print(f"ec-p2p node: no log in {_log_path(config)!r}: {error}", file=sys.stderr)
+        log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _log_path(config: Config) -> str:
+    if config.log_file:
+        return config.log_file
+    name = re.sub(r"[^\w.-]", "_", config.name)
+    return os.path.join(tempfile.gettempdir(), f"ec-p2p-{os.getuid()}-{name}.log")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ec_p2p.engine import victims
 from ec_p2p.engine.arena import Arena
-from ec_p2p.engine.extents import Extent, Extents, Life, OnSlab, whole_pages
+from ec_p2p.engine.extents import Extent, Extents, Life, OnSlab, SlabRefused, whole_pages
 from ec_p2p.engine.generation import GenerationTable, check
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 
@@ -166,8 +166,8 @@ class LocalCPUBackend:
         """An extent of at least `nbytes`, to be written and then published, carved or released.
 
         Evicts the least valuable unpinned entries, as few as needed, only where nothing free fits and only if the
-        allocation then succeeds. Raises TooLarge or OutOfMemory with nothing evicted, ValueError for a negative
-        size, and what `on_slab` raises.
+        allocation then succeeds. A slab that `on_slab` refuses is done without. Raises TooLarge or OutOfMemory with
+        nothing evicted, ValueError for a negative size.
         """
         if nbytes < 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
@@ -175,7 +175,10 @@ class LocalCPUBackend:
         if size > self.largest_entry:
             raise TooLarge(f"{nbytes} bytes; the largest entry of this arena is {self.largest_entry}")
         with self._lock:
-            extent = self._extents.reserve(size)
+            try:
+                extent = self._extents.reserve(size)
+            except SlabRefused:
+                extent = None
             if extent is None:
                 self._make_room(size)
                 extent = self._extents.reserve(size)

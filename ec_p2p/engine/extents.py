@@ -17,11 +17,15 @@ from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.generation import RECORD_BYTES, records_in, table_bytes
 
 OnSlab = Callable[[int, int], None]
-"""Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise to refuse."""
+"""Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise SlabRefused."""
 
 
 class ExtentError(ValueError):
     """An extent was used against its life: freed twice, carved outside itself, or belonging to another arena."""
+
+
+class SlabRefused(Exception):
+    """A slab cannot be used, and stays closed: raised by `on_slab`."""
 
 
 class Life(Enum):
@@ -120,7 +124,7 @@ class Extents:
     def reserve(self, nbytes: int) -> Extent | None:
         """A fresh extent for `nbytes`, or None when nothing free fits. Opens the next slab only when it must.
 
-        Passes on what `on_slab` raises; the slab then stays closed.
+        Passes on SlabRefused.
         """
         size = whole_pages(nbytes)
         extent = self._take(size)

@@ -7,11 +7,12 @@ folder but no network namespace.
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from ec_p2p.config import Config
 
-_MAX_SUN_PATH = 107
+MAX_SUN_PATH = 107
 
 
 def attach_address(config: Config) -> str:
@@ -35,4 +36,7 @@ def message_endpoint(config: Config, incarnation: bytes) -> str:
 
 
 def _abstract(name: str) -> str:
-    return "\0" + name[: _MAX_SUN_PATH - 1]
+    """Abstract names have a limit; what is too long is replaced by its digest, never cut: two names must stay two."""
+    if len(name.encode()) > MAX_SUN_PATH - 1:
+        name = "ec-p2p/" + hashlib.sha256(name.encode()).hexdigest()
+    return "\0" + name

@@ -44,9 +44,14 @@ logger = logging.getLogger(__name__)
 _ANSWER_TIMEOUT_S = 2.0
 _FIRST_RETRY_S = 0.25
 _MAX_RETRY_S = 30.0
+_QUIET_S = 2.0
+"""A node that is just coming up is not worth a warning."""
 _SPAWN_TIMEOUT_S = 30.0
-_KEPT_ARENAS = 2
-"""The arena of the node before the last: loads that were promised from it can still be done."""
+_SPAWN_POLL_S = 0.02
+_STABLE_S = 10.0
+"""A node that ends sooner than this after attaching is not asked again at once: it might end each time."""
+_OLD_ARENA_S = 60.0
+"""The arena of a node that is gone is let go of this long after attaching to the next."""
 
 
 class Detached(NamedTuple):
@@ -59,9 +64,12 @@ class Detached(NamedTuple):
 class _Link:
     """One attachment: alive until the Unix socket closes."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sock: socket.socket, attached: Attached) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], sock: socket.socket, attached: Attached, now: float
+    ) -> None:
         self.sock = sock
         self.attached = attached
+        self.since = now
         self.dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.dealer.linger = 0
         self.dealer.rcvhwm = self.dealer.sndhwm = 100_000
@@ -92,11 +100,16 @@ class NodeClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._link: _Link | None = None
         self._arenas: dict[bytes, Arena] = {}
+        self._hailed: socket.socket | None = None
+        """Connected, and waiting for the node's answer."""
+        self._answer_until = 0.0
+        self._drop_old_arena_at = 0.0
         self._spawning: Spawning | None = None
         self._spawn_until = 0.0
         self._retry_at = 0.0
         self._retry_s = _FIRST_RETRY_S
         self._warned = False
+        self._failing_since = 0.0
         self._ids = itertools.count(1)
         self._lost: list[Detached] = []
         self._closed = False
@@ -134,88 +147,131 @@ class NodeClient:
         deadline = time.monotonic() + timeout_s
         while not self._check():
             now = time.monotonic()
-            if now >= self._retry_at:
-                self._try_attach(now)
-                if self._link:
-                    break
+            self._advance(now)
+            if self._link is not None:
+                break
             if now >= deadline:
                 return False
             # Sleeping is right here: only start-up waits, for a process that takes a second to come up.
-            time.sleep(min(0.02, max(0.0, deadline - now)))
+            time.sleep(min(0.01, max(0.0, deadline - now)))
         return True
 
     def _check(self) -> bool:
         if self._link is None:
             return False
         if self._link.alive():
+            if len(self._arenas) > 1 and time.monotonic() >= self._drop_old_arena_at:
+                self._drop_arenas(1)
             return True
-        self._detach()
+        self._detach(time.monotonic())
         return False
 
-    def _detach(self) -> None:
+    def _detach(self, now: float) -> None:
         assert self._link is not None
         logger.warning("the node %s is gone: going on without sharing until another is there", self.node_name)
         self._lost.append(Detached(self._link.attached.incarnation))
+        if now - self._link.since >= _STABLE_S:
+            self._retry_s = _FIRST_RETRY_S
+        self._retry_at = 0.0 if now - self._link.since >= _STABLE_S else self._back_off(now)
         self._link.close()
         self._link = None
-        self._retry_at = 0.0
 
-    def _try_attach(self, now: float) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _back_off(self, now: float) -> float:
+        delay, self._retry_s = self._retry_s, min(2 * self._retry_s, _MAX_RETRY_S)
+        return now + delay
+
+    def _advance(self, now: float) -> None:
+        """One step towards being attached: say hello, or look for the answer. Blocks nowhere."""
+        if self._hailed is None and now < self._retry_at:
+            return
         try:
-            sock.connect(attach_address(self.config))
-            sock.settimeout(_ANSWER_TIMEOUT_S)
-            sock.send(encode(self._hello))
+            if self._hailed is None:
+                self._hailed = _hail(attach_address(self.config), self._hello)
+                self._answer_until = now + _ANSWER_TIMEOUT_S
+            answer = self._hear_answer(self._hailed, now)
+            if answer is not None:
+                self._adopt(self._hailed, *answer, now)
+        except (OSError, BadFrame, ValueError, zmq.ZMQError) as error:
+            if self._hailed is not None:
+                self._hailed.close()
+                self._hailed = None
+            self._not_attached(now, error)
+
+    def _hear_answer(self, sock: socket.socket, now: float) -> tuple[Attached, int] | None:
+        """What the node answered, and the arena's descriptor, which is the caller's; None while it has not."""
+        try:
             frame, fds = _recv_with_fds(sock)
+        except BlockingIOError:
+            if now >= self._answer_until:
+                raise TimeoutError("the node does not answer") from None
+            return None
+        try:
             answer: Attached | AttachRefused = decode(frame, Attached | AttachRefused)
             if isinstance(answer, AttachRefused):
                 raise OSError(f"refused: {answer.reason}")
             if len(fds) != 1:
                 raise OSError("the node sent no arena")
-            try:
-                arena = Arena.attach(fds[0], answer.arena_bytes, answer.slab_bytes)
-            finally:
-                os.close(fds[0])
-        except (OSError, BadFrame, ValueError) as error:
-            sock.close()
-            self._not_attached(now, error)
-            return
-        sock.setblocking(False)
-        self._link = _Link(self._context, sock, answer)
+            return answer, fds.pop()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _adopt(self, sock: socket.socket, answer: Attached, fd: int, now: float) -> None:
+        try:
+            # A scheduler reads nothing, and a mapping would keep the memory of a dead node.
+            arena = None
+            if self._hello.kind != "scheduler":
+                arena = Arena.attach(fd, answer.arena_bytes, answer.slab_bytes)
+        finally:
+            os.close(fd)
+        self._link = _Link(self._context, sock, answer, now)
+        self._hailed = None
         self.send(Here())
-        self._keep(answer.incarnation, arena)
+        if arena is not None:
+            self._keep(answer.incarnation, arena, now)
         self._stop_spawning()
-        self._retry_s = _FIRST_RETRY_S
         self._warned = False
-        logger.info("attached to node %s (incarnation %s)", answer.node_name, answer.incarnation.hex()[:8])
+        self._failing_since = 0.0
+        logger.info(
+            "attached to node %s (incarnation %s, /metrics on port %d)",
+            answer.node_name,
+            answer.incarnation.hex()[:8],
+            answer.metrics_port,
+        )
 
     def _not_attached(self, now: float, error: Exception) -> None:
+        self._failing_since = self._failing_since or now
         if self._spawning is not None:
             if now < self._spawn_until and not self._spawning.failed():
-                self._retry_at = now + 0.02
+                self._retry_at = now + _SPAWN_POLL_S
                 return
             self._stop_spawning()
             logger.warning("the node %s did not come up", self.config.name)
         elif self.config.spawn_node and isinstance(error, ConnectionRefusedError | FileNotFoundError):
             self._spawning = Spawning.begin(self.config)
             self._spawn_until = now + _SPAWN_TIMEOUT_S
-            # Also when another client holds the lock: the node is then on its way all the same.
-            self._retry_at = now + (0.02 if self._spawning else 0.1)
-            return
-        if not self._warned:
+            if self._spawning is not None:
+                self._retry_at = now + _SPAWN_POLL_S
+                return
+            # Another client holds the lock: the node is on its way all the same.
+        if not self._warned and now - self._failing_since >= _QUIET_S:
             self._warned = True
             logger.warning("not attached to node %s, so nothing is shared for now: %s", self.config.name, error)
-        self._retry_at = now + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+        self._retry_at = self._back_off(now)
 
     def _stop_spawning(self) -> None:
         if self._spawning is not None:
             self._spawning.close()
             self._spawning = None
 
-    def _keep(self, incarnation: bytes, arena: Arena) -> None:
+    def _keep(self, incarnation: bytes, arena: Arena, now: float) -> None:
+        """The new arena, and, in a worker, the one before it: what was promised from it can still be loaded."""
         self._arenas[incarnation] = arena
-        while len(self._arenas) > _KEPT_ARENAS:
+        self._drop_arenas(1 if self._hello.kind == "tool" else 2)
+        self._drop_old_arena_at = now + _OLD_ARENA_S
+
+    def _drop_arenas(self, keep: int) -> None:
+        while len(self._arenas) > keep:
             self._arenas.pop(next(iter(self._arenas))).close()
 
     # -------------------------------------------------------- talking
@@ -295,6 +351,9 @@ class NodeClient:
             return
         self._closed = True
         self._stop_spawning()
+        if self._hailed is not None:
+            self._hailed.close()
+            self._hailed = None
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -304,8 +363,20 @@ class NodeClient:
         self._context.term()
 
 
+def _hail(address: str, hello: Attach) -> socket.socket:
+    """A connected, non-blocking socket on which the hello has been sent. Raises OSError, at once."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        sock.connect(address)
+        sock.send(encode(hello))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def _recv_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the descriptors that came with it, close-on-exec; all closed again if that is more than one."""
+    """One message and the descriptors that came with it, close-on-exec and now the caller's. Raises BlockingIOError."""
     frame, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_SPACE(4 * array.array("i").itemsize))
     fds: list[int] = []
     for level, kind, data in ancillary:
@@ -315,8 +386,4 @@ def _recv_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
             fds.extend(received)
     for fd in fds:
         os.set_inheritable(fd, False)
-    if len(fds) > 1:
-        for fd in fds:
-            os.close(fd)
-        return frame, []
     return frame, fds

@@ -21,7 +21,7 @@ from enum import Enum
 from ec_p2p.control.messages import Advert, NodeInfo
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, unpack
+from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
 from ec_p2p.node.counters import Counters
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(Enum):
+    NEXT_HOLDER = "about to try a holder"
     WAITING_MEMORY = "waiting for memory"
     CONNECTING = "connecting"
     PAYLOAD = "reading the payload"
@@ -48,7 +49,7 @@ class Fetch:
         "give_up_at",
         "holders",
         "identity",
-        "last_error",
+        "posted_at",
         "reading",
         "source",
         "stage",
@@ -61,13 +62,13 @@ class Fetch:
         self.holders = holders
         self.started_at = now
         self.give_up_at = give_up_at
-        self.stage = Stage.WAITING_MEMORY
+        self.stage = Stage.NEXT_HOLDER
         self.stage_deadline = give_up_at
+        self.posted_at = now
         self.source: NodeInfo = holders[0][0]
         self.advert: Advert = holders[0][1]
         self.extent: Extent | None = None
         self.reading: Reading | None = None
-        self.last_error = "no_memory"
 
 
 class Fetches:
@@ -114,6 +115,11 @@ class Fetches:
         return sum(fetch.reading is not None for fetch in self._fetches.values())
 
     @property
+    def newest_transfer_at(self) -> float:
+        """When the newest READ in flight was posted."""
+        return max((fetch.posted_at for fetch in self._fetches.values() if fetch.reading is not None), default=0.0)
+
+    @property
     def memory_pending(self) -> bool:
         """Memory was freed that fetches may be waiting for."""
         return self._memory_freed
@@ -123,42 +129,45 @@ class Fetches:
         return sum(extent.nbytes for _, extent in self._quarantine)
 
     def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
-        """Begin to fetch an entry that some node advertises as resident. Joining a running fetch keeps the later
-        deadline."""
-        running = self._fetches.get(identity)
-        if running is not None:
-            running.give_up_at = max(running.give_up_at, give_up_at)
-            return
+        """Begin to fetch an entry that some nodes advertise as resident. There must be no fetch of it, and a holder."""
         fetch = Fetch(identity, list(holders), now, give_up_at)
         self._fetches[identity] = fetch
-        self._next_holder(fetch, now)
+        self._drive(fetch, now)
+
+    def extend(self, identity: bytes, give_up_at: float) -> None:
+        """Somebody who joins a running fetch may be more patient than those before."""
+        fetch = self._fetches[identity]
+        fetch.give_up_at = max(fetch.give_up_at, give_up_at)
 
     def memory_freed(self) -> None:
-        """Something was unpinned or released: fetches that wait for memory try again at the next `progress`."""
+        """Memory may have become free or evictable: fetches that wait for some try again at the next `progress`."""
         self._memory_freed = True
 
     def peer_ready(self, peer: Peer, now: float) -> None:
         for fetch in list(self._fetches.values()):
             if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == peer.info.incarnation:
                 self._connect(fetch, now)
+                self._drive(fetch, now)
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
         for fetch in list(self._fetches.values()):
             if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == incarnation:
                 self._failed_holder(fetch, "gone", now)
+                self._drive(fetch, now)
 
     def progress(self, now: float) -> None:
+        memory_freed, self._memory_freed = self._memory_freed, False
         for fetch in list(self._fetches.values()):
             if fetch.reading is not None:
                 self._poll(fetch, now)
             elif fetch.stage is Stage.WAITING_MEMORY:
                 if not self._still_wanted(fetch.identity) or now >= fetch.give_up_at:
                     self._fail(fetch, "no_memory")
-                elif self._memory_freed:
+                elif memory_freed:
                     self._allocate(fetch, now)
-            elif now >= fetch.stage_deadline:
+            elif fetch.stage is Stage.CONNECTING and now >= fetch.stage_deadline:
                 self._failed_holder(fetch, "connect_timeout", now)
-        self._memory_freed = False
+            self._drive(fetch, now)
         if self._quarantine:
             self._quarantine = [held for held in self._quarantine if not self._settled(*held)]
 
@@ -179,17 +188,20 @@ class Fetches:
 
     # -------------------------------------------------------- stages
 
-    def _next_holder(self, fetch: Fetch, now: float) -> None:
-        if not fetch.holders:
-            self._fail(fetch, "failed")
-            return
-        fetch.source, fetch.advert = fetch.holders.pop(0)
-        self._allocate(fetch, now)
+    def _drive(self, fetch: Fetch, now: float) -> None:
+        """Try holders until one is being waited for, or has delivered, or none is left. A loop: a popular entry may
+        have as many holders as there are nodes, and all of them may fail at once."""
+        while fetch.stage is Stage.NEXT_HOLDER and self._fetches.get(fetch.identity) is fetch:
+            if fetch.holders:
+                fetch.source, fetch.advert = fetch.holders.pop(0)
+                self._allocate(fetch, now)
+            else:
+                self._fail(fetch, "failed")
 
     def _allocate(self, fetch: Fetch, now: float) -> None:
         needed = landing_bytes(fetch.advert.nbytes)
         if fetch.extent is not None and fetch.extent.nbytes < needed:
-            self._backend.release(fetch.extent)
+            self._release(fetch.extent)
             fetch.extent = None
         if fetch.extent is None:
             try:
@@ -226,6 +238,7 @@ class Fetches:
             self._post(fetch, Stage.RECORD, now)
             return
         fetch.stage = stage
+        fetch.posted_at = now
         fetch.stage_deadline = now + self._read_timeout_s
         try:
             fetch.reading = self._transport.read(fetch.source.incarnation.hex(), (span,))
@@ -257,18 +270,20 @@ class Fetches:
         advert = fetch.advert
         start = fetch.extent.offset + record_place(advert.nbytes)
         record = unpack(self._arena[start : start + RECORD_BYTES])
-        if (
-            record.generation == 0
-            or record.generation != advert.generation
-            or record.identity != fetch.identity
-            or record.nbytes != advert.nbytes
-        ):
+        promised = Record(advert.generation, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype)
+        if record != promised or record.generation == 0:
             self._failed_holder(fetch, "changed", now)
             return
+        try:
+            entry = self._backend.publish(
+                fetch.extent, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype
+            )
+        except ValueError as error:
+            # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything.
+            logger.warning("node %s advertises what cannot be stored: %s", fetch.source.name, error)
+            self._failed_holder(fetch, "layout", now)
+            return
         del self._fetches[fetch.identity]
-        entry = self._backend.publish(
-            fetch.extent, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype
-        )
         self._counters.add("fetches", outcome="landed", peer=fetch.source.name)
         self._counters.add("fetched_bytes", advert.nbytes, peer=fetch.source.name)
         self._on_landed(entry, fetch)
@@ -277,11 +292,10 @@ class Fetches:
 
     def _failed_holder(self, fetch: Fetch, why: str, now: float) -> None:
         self._counters.add("fetches", outcome=why, peer=fetch.source.name)
-        fetch.last_error = why
         if now >= fetch.give_up_at:
             self._fail(fetch, "deadline")
         else:
-            self._next_holder(fetch, now)
+            fetch.stage = Stage.NEXT_HOLDER
 
     def _fail(self, fetch: Fetch, reason: str) -> None:
         self._drop_landing(fetch)
@@ -295,7 +309,7 @@ class Fetches:
         if extent is None:
             return
         if reading is None:
-            self._backend.release(extent)
+            self._release(extent)
             return
         if self._settled(reading, extent):
             return
@@ -306,9 +320,12 @@ class Fetches:
         reading.poll()
         if not reading.release():
             return False
+        self._release(extent)
+        return True
+
+    def _release(self, extent: Extent) -> None:
         self._backend.release(extent)
         self._memory_freed = True
-        return True
 
 
 def record_place(nbytes: int) -> int:

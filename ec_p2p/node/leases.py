@@ -1,10 +1,12 @@
 """Leases: a client's right to read an entry, as objects.
 
 Owns the pins behind them. A lease starts with the scheduler that wanted the entry; once it is dispatched only its
-readers end it. Whatever happens to a client, `end_all` of its session closes every pin it held.
+readers, or the end of their processes, end it. There is no time limit: a worker may be slow, and its bytes must not
+change under it. Whatever happens to a scheduler, `end_all` of its session closes every pin it held.
 
-    HELD --dispatched--> DISPATCHED --every reader released, or too old--> (gone)
-    HELD --released, request forgotten, session closed--> (gone)
+    HELD --dispatched--> DISPATCHED --every reader has released or is gone--> (gone)
+    HELD --released, or request forgotten--> (gone)
+    any --the scheduler's session closed--> (gone)
 """
 
 from __future__ import annotations
@@ -12,10 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
-
-DISPATCH_LIFETIME_S = 60.0
-"""A dispatched load that no reader has confirmed for this long will not happen: its workers are on another host or
-gone."""
 
 
 class Pin(Protocol):
@@ -25,7 +23,7 @@ class Pin(Protocol):
 class Lease:
     """One entry pinned for one want. Not thread-safe."""
 
-    __slots__ = ("_pin", "dispatched_at", "instance", "lease", "readers_left", "session", "want")
+    __slots__ = ("_pin", "dispatched", "instance", "lease", "readers_left", "session", "want")
 
     def __init__(self, lease: int, session: int, instance: str, want: int, readers: int, pin: Pin) -> None:
         self.lease = lease
@@ -33,7 +31,7 @@ class Lease:
         self.instance = instance
         self.want = want
         self.readers_left = set(range(readers))
-        self.dispatched_at: float | None = None
+        self.dispatched = False
         self._pin = pin
 
     def end(self) -> None:
@@ -57,28 +55,23 @@ class Leases:
         self._leases[lease.lease] = lease
         return lease
 
-    def get(self, lease: int) -> Lease | None:
-        return self._leases.get(lease)
-
-    def dispatched(self, lease: int, session: int, now: float) -> None:
+    def dispatched(self, lease: int, session: int) -> None:
         found = self._leases.get(lease)
-        if found is not None and found.session == session and found.dispatched_at is None:
-            found.dispatched_at = now
-            if not found.readers_left:
-                self._end([found])
+        if found is not None and found.session == session:
+            found.dispatched = True
+            self._end_if_read(found)
 
     def read_by(self, lease: int, instance: str, reader: int) -> None:
         """A reader has copied. Its word also counts before the scheduler's Dispatched arrives: sockets do not order."""
         found = self._leases.get(lease)
         if found is not None and found.instance == instance:
             found.readers_left.discard(reader)
-            if not found.readers_left:
-                self._end([found])
+            self._end_if_read(found)
 
     def drop(self, lease: int, session: int) -> None:
         """The scheduler no longer needs an undispatched lease."""
         found = self._leases.get(lease)
-        if found is not None and found.session == session and found.dispatched_at is None:
+        if found is not None and found.session == session and not found.dispatched:
             self._end([found])
 
     def forget_want(self, session: int, want: int) -> None:
@@ -86,22 +79,23 @@ class Leases:
             [
                 lease
                 for lease in self._leases.values()
-                if lease.session == session and lease.want == want and lease.dispatched_at is None
+                if lease.session == session and lease.want == want and not lease.dispatched
             ]
         )
 
     def end_all(self, session: int) -> None:
         self._end([lease for lease in self._leases.values() if lease.session == session])
 
-    def expire(self, now: float) -> int:
-        """End dispatched leases nobody confirmed; returns how many."""
-        old = [
-            lease
-            for lease in self._leases.values()
-            if lease.dispatched_at is not None and now - lease.dispatched_at > DISPATCH_LIFETIME_S
-        ]
-        self._end(old)
-        return len(old)
+    def reader_gone(self, instance: str, reader: int) -> None:
+        """A worker has ended: it will copy nothing more."""
+        for lease in [lease for lease in self._leases.values() if lease.instance == instance]:
+            lease.readers_left.discard(reader)
+            if lease.dispatched:
+                self._end_if_read(lease)
+
+    def _end_if_read(self, lease: Lease) -> None:
+        if not lease.readers_left:
+            self._end([lease])
 
     def _end(self, leases: Iterable[Lease]) -> None:
         ended = list(leases)

@@ -9,7 +9,11 @@ Offsets are bytes into the arena whose memfd the attach reply carries.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from ec_p2p.control.messages import Identity, Natural
 
 CLIENT_PROTOCOL_VERSION = 1
 
@@ -41,6 +45,8 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
     """Routing id the client must use there: it proves that the Unix socket's owner is speaking."""
     arena_bytes: int
     slab_bytes: int
+    largest_entry: int
+    """Bytes of the largest entry, and the largest window, that the arena takes."""
     metrics_port: int
     """Port of the node's /metrics on 127.0.0.1; 0 where there is none."""
 
@@ -57,8 +63,8 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag="here"):
 
 
 class WantItem(msgspec.Struct, frozen=True, array_like=True):
-    identity: bytes
-    rows: int
+    identity: Identity
+    rows: Natural
     """Rows that the request's placeholder needs: an entry with another number of rows is not a hit. 0: any."""
 
 
@@ -72,11 +78,11 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     want: int
     """Chosen by the client, never reused within its life."""
     items: list[WantItem]
-    readers: int
+    readers: Annotated[int, msgspec.Meta(ge=0, le=4096)]
     """How many workers of this instance will copy each item (the tensor-parallel ranks on this host)."""
-    wait_ms: int
+    wait_ms: Natural
     """Deadline for the whole want; what has not landed by then is Missing('deadline')."""
-    expect_ms: int
+    expect_ms: Natural
     """How long an item that nobody advertises yet is waited for; 0 answers Missing('no_source') at once."""
     local_only: bool
     """True: only what this host holds, or is encoding, counts; nothing is fetched."""
@@ -104,7 +110,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
 class Encoding(msgspec.Struct, frozen=True, array_like=True, tag="encoding"):
     """These entries are about to be computed on this instance: others wait for them instead of encoding too."""
 
-    identities: list[bytes]
+    identities: list[Identity]
 
 
 class OpenWindow(msgspec.Struct, frozen=True, array_like=True, tag="open_window"):
@@ -122,11 +128,11 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     """Bytes [offset, offset+nbytes) of the window are in place and are this entry. There is no answer."""
 
     window: int
-    identity: bytes
-    offset: int
-    nbytes: int
-    rows: int
-    dim: int
+    identity: Identity
+    offset: Natural
+    nbytes: Natural
+    rows: Natural
+    dim: Natural
     dtype: str
     """'bfloat16', 'float16', 'float32' ...: the torch name without its prefix."""
 
@@ -136,10 +142,12 @@ class SaveSkipped(msgspec.Struct, frozen=True, array_like=True, tag="save_skippe
 
     reason: str
     """'no_window', 'too_large', 'layout' or 'error'."""
+    identity: bytes = b""
+    """Of the output; others stop waiting for it."""
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
-    """Answered by Synced once everything this client sent before has been handled, adverts included."""
+    """Answered by Synced once everything this client sent before has been handled."""
 
     token: int
 
@@ -221,7 +229,7 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection")
 
     token: int
     node: dict[str, str]
-    """incarnation (hex), name, address, transport, metrics_port, directory."""
+    """incarnation (hex), name, address, transport, metrics_port, directory, pid."""
     counters: dict[str, float]
     gauges: dict[str, float]
     peers: list[str]

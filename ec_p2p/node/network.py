@@ -11,9 +11,9 @@ from ec_p2p.config import Config, ConfigError
 def hosts(config: Config) -> tuple[str, str]:
     """(address that peers dial, address that sockets bind to).
 
-    Raises ConfigError when no address of this host leads to `ec_ip`.
+    Raises ConfigError when no address of this host leads to the directory.
     """
-    advertise = config.advertise_host or _own_address_towards(config.ec_ip)
+    advertise = config.advertise_host or _own_address_towards(_directory_host(config))
     if config.bind_host:
         return advertise, config.bind_host
     return advertise, advertise if is_loopback(advertise) else "0.0.0.0"
@@ -26,6 +26,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _directory_host(config: Config) -> str:
+    """The first directory's host: `ec_ip`, unless directories are listed."""
+    return config.directories[0].partition("://")[2].rpartition(":")[0].strip("[]")
+
+
 def _own_address_towards(host: str) -> str:
     """The address from which this host would talk to `host`. Nothing is sent: connecting a datagram socket only asks
     the kernel for the route."""
@@ -34,7 +39,7 @@ def _own_address_towards(host: str) -> str:
             probe.connect((host, 9))
         except OSError as error:
             raise ConfigError(
-                f"ec_ip={host!r} cannot be reached from here ({error}); accepted: a host name or address of the "
-                "directory's host, or set advertise_host"
+                f"the directory's host {host!r} cannot be reached from here ({error}); set ec_ip or directory to an "
+                "address that can be, or advertise_host to the address that peers dial"
             ) from None
         return str(probe.getsockname()[0])

@@ -24,25 +24,23 @@ class Pacing:
     def __init__(self) -> None:
         self._next_tick = 0.0
         self._deadline = 0.0
-        self._transfers_since = 0.0
 
     def wait(
-        self, poller: zmq.Poller, transfers: bool, next_deadline: Callable[[float], float]
+        self, poller: zmq.Poller, transfers_since: float, next_deadline: Callable[[float], float]
     ) -> list[tuple[Any, int]]:
         """Poll the sockets, waiting as long as nothing needs attention.
 
-        `transfers`: READs are in flight whose end somebody waits for and no socket will tell.
+        `transfers_since`: when the newest READ was posted that is in flight and of whose end no socket will tell; 0.0:
+        there is none. A slow READ does not slow down a fresh one.
         """
         now = time.monotonic()
-        if transfers:
-            self._transfers_since = self._transfers_since or now
-            nap = min((now - self._transfers_since) * _SHARE, _LONGEST_NAP_S)
+        self._deadline = min(self._next_tick, next_deadline(now))
+        if transfers_since:
+            nap = min((now - transfers_since) * _SHARE, _LONGEST_NAP_S)
             if nap > _SHORTEST_NAP_S:
                 # zmq.Poller counts in whole milliseconds; that is longer than most READs take.
                 time.sleep(nap)
             return poller.poll(0)
-        self._transfers_since = 0.0
-        self._deadline = min(self._next_tick, next_deadline(now))
         return poller.poll(max(0, math.ceil((self._deadline - now) * 1000)))
 
     def tick_due(self, now: float) -> bool:

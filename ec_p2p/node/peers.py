@@ -20,11 +20,11 @@ import zmq
 
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, NodeInfo, Refused, ToPeer
+from ec_p2p.control.sockets import bound_port, open_socket, send_now
 from ec_p2p.transport.interface import Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
-_MAX_FRAME = 1 << 20
 _ASK_AGAIN_S = 1.0
 
 
@@ -77,10 +77,9 @@ class Peers:
         self._on_bad_frame = on_bad_frame
         self._peers: dict[bytes, Peer] = {}
         self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
-        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        _set_options(self._router)
-        self._router.bind(f"tcp://{bind_host}:{port}")
-        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._router = open_socket(context, zmq.ROUTER, f"tcp://{bind_host}")
+        self._router.bind(f"tcp://{bind_host}:{port or '*'}")
+        self.port = bound_port(self._router)
 
     def get(self, incarnation: bytes) -> Peer | None:
         return self._peers.get(incarnation)
@@ -89,7 +88,8 @@ class Peers:
         return sorted(peer.info.name for peer in self._peers.values())
 
     def ready_count(self) -> int:
-        return sum(peer.state is PeerState.READY for peer in self._peers.values())
+        # A copy: the thread that serves /metrics asks too.
+        return sum(peer.state is PeerState.READY for peer in list(self._peers.values()))
 
     def up(self, info: NodeInfo, now: float) -> None:
         """A node appeared in the directory."""
@@ -100,8 +100,7 @@ class Peers:
             if known.info == info:
                 return
             self.down(info.incarnation)
-        socket = self._context.socket(zmq.DEALER)
-        _set_options(socket)
+        socket = open_socket(self._context, zmq.DEALER, info.address)
         try:
             socket.connect(info.address)
         except zmq.ZMQError as error:
@@ -123,14 +122,12 @@ class Peers:
 
     def ask(self, peer: Peer, now: float) -> None:
         """Ask for the card, unless that was done a moment ago."""
+        peer.state = PeerState.ASKING  # so that `tick` asks where this is too early
         if now - peer.asked_at < _ASK_AGAIN_S:
             return
-        peer.asked_at = now
-        peer.state = PeerState.ASKING
-        try:
-            peer.socket.send(encode(CardRequest(PROTOCOL_VERSION, self._incarnation)), flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.debug("card of %s not asked for: %s", peer.info.name, error)  # `tick` asks again
+        # False until the connection stands: `tick` tries again.
+        if send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation))):
+            peer.asked_at = now
 
     def tick(self, now: float) -> None:
         for peer in self._peers.values():
@@ -171,13 +168,10 @@ class Peers:
                 if message.version == PROTOCOL_VERSION
                 else Refused(f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}")
             )
-            try:
-                self._router.send_multipart([frames[0], encode(answer)], flags=zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.debug("card not sent: %s", error)  # the peer asks again
+            send_now(self._router, frames[0], encode(answer))  # where it is lost, the peer asks again
 
     def _learn(self, peer: Peer) -> None:
-        while True:
+        for _ in range(64):
             try:
                 frame = peer.socket.recv(flags=zmq.NOBLOCK)
             except zmq.Again:
@@ -211,15 +205,3 @@ class Peers:
             peer.revision, peer.registered = answer.revision, answer.registered
             peer.state = PeerState.READY
             self._on_ready(peer)
-
-
-def _set_options(socket: zmq.Socket[bytes]) -> None:
-    """Before bind or connect: libzmq ignores most options afterwards."""
-    socket.linger = 0
-    socket.rcvhwm = socket.sndhwm = 1000
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

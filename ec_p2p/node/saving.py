@@ -19,7 +19,7 @@ from ec_p2p.engine.generation import check
 from ec_p2p.node.counters import Counters
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
-from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, Window
+from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
 from ec_p2p.node.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,13 @@ class Saving:
             self._backend.release(extent)
             self._on_freed()
 
-    def close_windows(self, session: Session) -> None:
+    def session_gone(self, session: Session) -> None:
+        """Free its windows, and give up what its instance was about to encode: whoever waits for that waits in vain."""
         for window in list(session.windows):
             self.close_window(session, window)
+        if session.attach.kind == "scheduler":
+            for identity in self._encodings.of(session.attach.instance):
+                self._give_up(identity)
 
     # -------------------------------------------------------- entries
 
@@ -87,6 +91,15 @@ class Saving:
         for scheduler in self._sessions.schedulers_of(session.attach.instance):
             self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
         self._on_change(entry.identity)
+        self._on_freed()  # from now on it may be evicted
+
+    def skipped(self, session: Session, message: SaveSkipped) -> None:
+        """A worker could not save an output: there will be no entry to wait for."""
+        self._counters.add("saves_skipped", reason=message.reason)
+        if self._encodings.end(message.identity):
+            self._give_up(message.identity)
+        for scheduler in self._sessions.schedulers_of(session.attach.instance):
+            self._sessions.send(scheduler, message)
 
     def _publish(self, session: Session, commit: Commit) -> Entry:
         extent: Extent | None = session.windows.get(commit.window)
@@ -133,6 +146,10 @@ class Saving:
     def tick(self, now: float) -> None:
         """Give up encodes that were announced too long ago."""
         for identity in self._encodings.expire(now):
-            if self._backend.peek(identity) is None:
-                self._links.withdraw(identity)
-            self._on_change(identity)
+            self._give_up(identity)
+
+    def _give_up(self, identity: bytes) -> None:
+        self._encodings.end(identity)
+        if self._backend.peek(identity) is None:
+            self._links.withdraw(identity)
+        self._on_change(identity)

@@ -7,6 +7,7 @@ flight.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -16,13 +17,14 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
-from ec_p2p.control.messages import PROTOCOL_VERSION, Card, EntryState, NodeInfo
+from ec_p2p.control.messages import PROTOCOL_VERSION, Card, NodeInfo
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
+from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.node import network
 from ec_p2p.node.counters import Counters, Labels, MetricsServer, flat_gauges
 from ec_p2p.node.directory_links import DirectoryLinks
-from ec_p2p.node.fetch import Fetch, Fetches, Holder
+from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import (
     CLIENT_PROTOCOL_VERSION,
@@ -46,8 +48,9 @@ from ec_p2p.node.pacing import Pacing
 from ec_p2p.node.peers import Peer, Peers
 from ec_p2p.node.saving import Saving
 from ec_p2p.node.sessions import Session, Sessions
+from ec_p2p.node.sources import FleetSources
 from ec_p2p.node.wants import Wants
-from ec_p2p.transport import open_transport
+from ec_p2p.transport import TransportError, open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +68,26 @@ class Node:
         self.counters = Counters()
         self._spawned = spawned
         self._stopping = False
+        self._closed = False
         self._lonely_since = float("inf")
         self._registered = 0
         self._card = Card(PROTOCOL_VERSION, self.incarnation, "", 0, 0, b"")
+        with contextlib.ExitStack() as resources:
+            self._open(resources)
+            self._resources = resources.pop_all()
+        self._pacing = Pacing()
+        self._poller = zmq.Poller()
+        self._targets: dict[Any, Any] = {}
+        self._watch_again = True
+
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        """Make the parts, each after those it needs; `resources` closes them in the opposite order."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        resources.callback(self._context.destroy, linger=0)
+        config = self.config
         advertise, bind = network.hosts(config)
         self.arena = Arena.create(config.max_local_cpu_size, config.slab_size)
+        resources.callback(self.arena.close)
         # The clients' address is also the lock on the node's name: taken before anything expensive.
         self._sessions = Sessions(
             config,
@@ -82,6 +99,7 @@ class Node:
             self._on_bad_frame,
             self.incarnation,
         )
+        resources.callback(self._sessions.close)
         self.transport = open_transport(
             config.transport,
             self.incarnation.hex(),
@@ -91,6 +109,7 @@ class Node:
             bind_host=bind,
             advertise_host=advertise,
         )
+        resources.callback(self.transport.close)
         self.backend = LocalCPUBackend(
             self.arena, on_slab=self._on_slab, on_evicted=lambda entry: self._saving.evicted(entry)
         )
@@ -106,6 +125,7 @@ class Node:
             self._on_peer_ready,
             self._on_bad_frame,
         )
+        resources.callback(self._peers.close)
         self.info = NodeInfo(self.incarnation, config.name, f"tcp://{advertise}:{self._peers.port}")
         self._links = DirectoryLinks(
             self._context,
@@ -113,9 +133,10 @@ class Node:
             self.info,
             bind,
             on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
-            on_up=lambda info: self._peers.up(info, time.monotonic()),
+            on_up=self._on_peer_up,
             on_down=self._on_peer_gone,
         )
+        resources.callback(self._links.close)
         self._leases = Leases(on_end=lambda: self._fetches.memory_freed())
         self._fetches = Fetches(
             self.backend,
@@ -128,6 +149,7 @@ class Node:
             lambda identity, reason: self._wants.failed(identity, reason, time.monotonic()),
             lambda identity: self._wants.wanted(identity),
         )
+        resources.callback(self._fetches.close)
         self._saving = Saving(
             self.backend,
             self._sessions,
@@ -136,14 +158,18 @@ class Node:
             on_freed=self._fetches.memory_freed,
             on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
         )
+        self.sources = FleetSources(self.incarnation, self._links, self._peers, self._saving)
         self._wants = Wants(
-            self.backend, self._fetches, self._leases, self, self.counters, self._sessions.send, self._readers_ready
+            self.backend,
+            self._fetches,
+            self._leases,
+            self.sources,
+            self.counters,
+            self._sessions.send,
+            self._readers_ready,
         )
         self._metrics = MetricsServer(config.metrics_host, config.metrics_port, self.counters, self._gauges)
-        self._pacing = Pacing()
-        self._poller = zmq.Poller()
-        self._targets: dict[Any, Any] = {}
-        self._watch_again = True
+        resources.callback(self._metrics.close)
 
     # -------------------------------------------------------- life
 
@@ -174,19 +200,11 @@ class Node:
         if self._watch_again:
             self._watch()
         # A transport with sockets wakes the poll; one without has to be asked.
-        unheard = self._fetches.transfers > 0 and not self.transport.sockets()
-        ready = self._pacing.wait(self._poller, unheard, self._next_deadline)
+        unheard_since = 0.0 if self.transport.sockets() else self._fetches.newest_transfer_at
+        ready = self._pacing.wait(self._poller, unheard_since, self._next_deadline)
         now = time.monotonic()
         for target, _ in ready:
-            owner = self._targets.get(target)
-            if owner is self._sessions:
-                self._watch_again |= self._sessions.on_ready(target)
-            elif owner is self._peers:
-                self._peers.on_ready(target)
-            elif owner is self._links:
-                self._links.on_ready(target)
-            elif owner is self.transport:
-                self.transport.progress()
+            self._hear(target)
         if self._fetches.transfers or self._fetches.memory_pending:
             self._fetches.progress(now)
         self._links.flush(now)
@@ -195,17 +213,10 @@ class Node:
 
     def close(self) -> None:
         """Say goodbye, end every session, free everything. Idempotent."""
-        if self._context.closed:
-            return
-        logger.info("node %s leaves", self.config.name)
-        self._links.close()
-        self._sessions.close()
-        self._metrics.close()
-        self._fetches.close()
-        self._peers.close()
-        self.transport.close()
-        self._context.destroy(linger=0)
-        self.arena.close()
+        if not self._closed:
+            self._closed = True
+            logger.info("node %s leaves", self.config.name)
+            self._resources.close()
 
     @property
     def peers_ready(self) -> int:
@@ -213,6 +224,22 @@ class Node:
         return self._peers.ready_count()
 
     # -------------------------------------------------------- the loop's parts
+
+    def _hear(self, target: Any) -> None:
+        """Handle what became readable. Whatever somebody sends, the node goes on."""
+        owner = self._targets.get(target)
+        try:
+            if owner is self._sessions:
+                self._watch_again |= self._sessions.on_ready(target)
+            elif owner is self._peers:
+                self._peers.on_ready(target)
+            elif owner is self._links:
+                self._links.on_ready(target)
+            elif owner is self.transport:
+                self.transport.progress()
+        except Exception:
+            self.counters.add("errors")
+            logger.exception("an error of this node, not of its clients; going on")
 
     def _next_deadline(self, now: float) -> float:
         deadline = self._links.next_tick(now)
@@ -225,13 +252,11 @@ class Node:
     def _tick(self, now: float) -> None:
         self.transport.progress()
         self._fetches.progress(now)
+        self._sessions.tick(now)
         self._peers.tick(now)
         self._links.tick(now)
         self._wants.tick(now)
         self._saving.tick(now)
-        expired = self._leases.expire(now)
-        if expired:
-            self.counters.add("leases_expired", expired)
         # Peers, directories and transports open and close sockets in their ticks; a set comparison is cheap.
         self._watch_again = True
         if self._sessions:
@@ -267,7 +292,7 @@ class Node:
             case Forget():
                 self._wants.forget(session, message.want)
             case Dispatched():
-                self._leases.dispatched(message.lease, session.sid, now)
+                self._leases.dispatched(message.lease, session.sid)
             case Release() if message.reader < 0:
                 self._leases.drop(message.lease, session.sid)
             case Release():
@@ -281,9 +306,7 @@ class Node:
             case Commit():
                 self._saving.commit(session, message)
             case SaveSkipped():
-                self.counters.add("saves_skipped", reason=message.reason)
-                for scheduler in self._sessions.schedulers_of(session.attach.instance):
-                    self._sessions.send(scheduler, message)
+                self._saving.skipped(session, message)
             case Sync():
                 self._links.flush(now)
                 self._sessions.send(session, Synced(message.token))
@@ -292,7 +315,9 @@ class Node:
 
     def _on_client_gone(self, session: Session) -> None:
         self._wants.forget_session(session)
-        self._saving.close_windows(session)
+        if session.attach.kind == "worker":
+            self._leases.reader_gone(session.attach.instance, session.attach.rank)
+        self._saving.session_gone(session)
         self._watch_again = True
 
     def _readers_ready(self, session: Session, readers: int) -> bool:
@@ -301,36 +326,34 @@ class Node:
 
     # -------------------------------------------------------- fetching
 
-    def holders(self, identity: bytes) -> list[Holder]:
-        """Other nodes whose arena holds the entry, those already connected first."""
-        found = [
-            (info, advert)
-            for info, advert in self._links.lookup(identity)
-            if advert.state == EntryState.RESIDENT and info.incarnation != self.incarnation
-        ]
-        found.sort(key=lambda holder: self._peers.get(holder[0].incarnation) is None)
-        return found
-
-    def being_encoded(self, identity: bytes, instance: str) -> bool:
-        return self._saving.encoded_by_another(identity, instance) or any(
-            advert.state == EntryState.PENDING and info.incarnation != self.incarnation
-            for info, advert in self._links.lookup(identity)
-        )
-
     def _on_landed(self, entry: Entry, fetch: Fetch) -> None:
         self._wants.landed(entry, fetch.started_at)
+        self._fetches.memory_freed()  # where nobody leased it, it may be evicted again
         if self.config.share_fetched:
             self._saving.advertise(entry)
 
+    def _on_peer_up(self, info: NodeInfo) -> None:
+        self._peers.up(info, time.monotonic())
+        self._watch_again = True
+
     def _on_peer_ready(self, peer: Peer) -> None:
+        self._watch_again = True  # the transport may have opened a socket
         self._fetches.peer_ready(peer, time.monotonic())
 
     def _on_peer_gone(self, incarnation: bytes) -> None:
         self._peers.down(incarnation)
+        self._watch_again = True
         self._fetches.peer_gone(incarnation, time.monotonic())
 
     def _on_slab(self, offset: int, nbytes: int) -> None:
-        self.transport.register(offset, nbytes)
+        try:
+            self.transport.register(offset, nbytes)
+        except TransportError as error:
+            # Usually the limit on locked memory. The node goes on with the slabs it has.
+            if not self.counters.get("slabs_refused"):
+                logger.error("the arena cannot grow beyond %d MiB: %s", offset >> 20, error)
+            self.counters.add("slabs_refused")
+            raise SlabRefused(str(error)) from error
         self._registered = offset + nbytes
         self._card = Card(
             PROTOCOL_VERSION,
@@ -356,6 +379,7 @@ class Node:
             token,
             self.arena.nbytes,
             self.arena.slab_bytes,
+            self.backend.largest_entry,
             self._metrics.port,
         )
 

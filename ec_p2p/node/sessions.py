@@ -14,12 +14,13 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from ec_p2p.config import Config
+from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.node.address import attach_address, message_endpoint
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, Here, ToNode
@@ -30,7 +31,12 @@ KINDS = ("scheduler", "worker", "tool")
 _MAX_FRAME = 1 << 20
 _MAX_SESSIONS = 4096
 _MAX_UNSENT = 1000
+_HELLO_TIMEOUT_S = 5.0
 _BACKLOG = 128
+_SO_PEERGROUPS = 59
+"""Linux's number, which the socket module does not name."""
+_PEERGROUPS_BYTES = 1024
+"""The most that Python's getsockopt takes."""
 
 
 class AlreadyRunning(Exception):
@@ -40,11 +46,13 @@ class AlreadyRunning(Exception):
 class Session:
     """One attached client. `windows` maps window ids to whatever the service keeps for them."""
 
-    __slots__ = ("attach", "sid", "sock", "token", "unsent", "windows")
+    __slots__ = ("attach", "pidfd", "sid", "sock", "token", "unsent", "windows")
 
-    def __init__(self, sid: int, sock: socket.socket, attach: Attach, token: bytes) -> None:
+    def __init__(self, sid: int, sock: socket.socket, attach: Attach, token: bytes, pidfd: int) -> None:
         self.sid = sid
         self.sock = sock
+        self.pidfd = pidfd
+        """Readable once the process has ended: a child that it forked may keep its socket open. -1: not to be had."""
         self.attach = attach
         self.token = token
         self.windows: dict[int, Any] = {}
@@ -76,19 +84,25 @@ class Sessions:
         self._on_message = on_message
         self._on_closed = on_closed
         self._on_bad_frame = on_bad_frame
-        self._group = grp.getgrnam(config.node_group).gr_gid if config.node_group else None
+        self._group = _group_id(config.node_group) if config.node_group else None
         self._ids = itertools.count(1)
         self._by_token: dict[bytes, Session] = {}
         self._by_fd: dict[int, Session] = {}
-        self._newcomers: dict[int, socket.socket] = {}
+        self._by_pidfd: dict[int, Session] = {}
+        self._newcomers: dict[int, tuple[socket.socket, float]] = {}
         self._path = config.node_socket
         self._listener = _listen(attach_address(config), self._path)
+        if self._path:
+            self._open_to_group(self._path)
         self.endpoint = message_endpoint(config, incarnation)
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.rcvhwm = self._router.sndhwm = 100_000
         self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, what cannot be sent vanishes
         self._router.bind(self.endpoint)
+        if self._path:
+            self._open_to_group(self.endpoint.removeprefix("ipc://"))
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -103,7 +117,7 @@ class Sessions:
         return [s for s in self._by_token.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]
 
     def poll_targets(self) -> list[Any]:
-        return [self._router, self._listener.fileno(), *self._by_fd, *self._newcomers]
+        return [self._router, self._listener.fileno(), *self._by_fd, *self._by_pidfd, *self._newcomers]
 
     def on_ready(self, target: Any) -> bool:
         """Handle a readable target. True if the set of targets changed."""
@@ -113,11 +127,21 @@ class Sessions:
         if target == self._listener.fileno():
             return self._accept()
         if target in self._newcomers:
-            self._admit(self._newcomers.pop(target))
+            self._admit(self._newcomers.pop(target)[0])
+            return True
+        if target in self._by_pidfd:
+            self._end_heard(self._by_pidfd[target])
             return True
         if target in self._by_fd:
             return self._heard(self._by_fd[target])
         return False
+
+    def tick(self, now: float) -> None:
+        """Let go of connections that never said hello."""
+        for fd, (sock, until) in list(self._newcomers.items()):
+            if now >= until:
+                del self._newcomers[fd]
+                sock.close()
 
     def send(self, session: Session, message: FromNode) -> None:
         frame = encode(message)
@@ -130,13 +154,13 @@ class Sessions:
     def _send(self, session: Session, frame: bytes) -> None:
         try:
             self._router.send_multipart([session.token, frame], flags=zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("client %s/%d does not read its messages; one dropped", session.attach.kind, session.sid)
+        except zmq.ZMQError as error:
+            logger.warning("a message to %s/%d is lost: %s", session.attach.kind, session.sid, error)
 
     def close(self) -> None:
         for session in self.all():
             self._end(session)
-        for sock in self._newcomers.values():
+        for sock, _ in self._newcomers.values():
             sock.close()
         self._newcomers.clear()
         self._listener.close()
@@ -148,6 +172,12 @@ class Sessions:
                 _unlink(self.endpoint.removeprefix("ipc://"))
 
     # -------------------------------------------------------- inside
+
+    def _open_to_group(self, path: str) -> None:
+        """The kernel lets connect to a socket file whoever may write to it."""
+        if self._group is not None:
+            os.chown(path, -1, self._group)
+        os.chmod(path, 0o600 if self._group is None else 0o660)
 
     def _receive(self) -> None:
         # Bounded, so that one talkative client cannot keep the loop from transfers and peers.
@@ -180,12 +210,12 @@ class Sessions:
         if len(self._by_token) + len(self._newcomers) >= _MAX_SESSIONS or not self._trusted(sock):
             sock.close()
             return False
-        self._newcomers[sock.fileno()] = sock
+        self._newcomers[sock.fileno()] = (sock, time.monotonic() + _HELLO_TIMEOUT_S)
         return True
 
     def _trusted(self, sock: socket.socket) -> bool:
         pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid in (os.getuid(), 0) or (self._group is not None and gid == self._group):
+        if uid in (os.getuid(), 0) or (self._group is not None and self._group in (gid, *_groups(sock))):
             return True
         logger.warning("refused process %d of user %d: not this node's user nor in node_group", pid, uid)
         return False
@@ -220,9 +250,11 @@ class Sessions:
             logger.warning("a client went away while attaching: %s", error)
             sock.close()
             return
-        session = Session(next(self._ids), sock, attach, token)
+        session = Session(next(self._ids), sock, attach, token, _pidfd(sock))
         self._by_token[token] = session
         self._by_fd[sock.fileno()] = session
+        if session.pidfd >= 0:
+            self._by_pidfd[session.pidfd] = session
         logger.info("attached: %s %s rank %d", attach.kind, attach.instance, attach.rank)
 
     def _heard(self, session: Session) -> bool:
@@ -234,17 +266,47 @@ class Sessions:
             return False
         except OSError:
             pass  # a reset is a death like any other
-        self._receive()  # what it said before it died still counts: commits are complete entries
-        self._end(session)
+        self._end_heard(session)
         return True
+
+    def _end_heard(self, session: Session) -> None:
+        self._receive()  # what has arrived from it still counts: commits are complete entries
+        self._end(session)
 
     def _end(self, session: Session) -> None:
         if self._by_token.pop(session.token, None) is None:
             return
         self._by_fd.pop(session.sock.fileno(), None)
         session.sock.close()
+        if session.pidfd >= 0:
+            del self._by_pidfd[session.pidfd]
+            os.close(session.pidfd)
         logger.info("gone: %s %s rank %d", session.attach.kind, session.attach.instance, session.attach.rank)
         self._on_closed(session)
+
+
+def _pidfd(sock: socket.socket) -> int:
+    (pid,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4))
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1  # in a process namespace that is not visible from here, or gone: then the socket says so
+
+
+def _group_id(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"node_group={name!r}: this host has no such group") from None
+
+
+def _groups(sock: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the process at the other end."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
+    except OSError:
+        return ()  # more than fit; the primary group still counts
+    return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
 def _listen(address: str, path: str) -> socket.socket:
@@ -257,8 +319,6 @@ def _listen(address: str, path: str) -> socket.socket:
                 raise
             _unlink(path)
             listener.bind(address)
-        if path:
-            os.chmod(path, 0o660)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

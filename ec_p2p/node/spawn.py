@@ -23,6 +23,7 @@ def node_command(config: Config) -> list[str]:
     """How a node with this configuration is started by hand, apart from `--spawned`."""
     return [
         sys.executable,
+        "-P",  # what lies in the starter's working directory is none of the node's modules
         "-m",
         "ec_p2p.cli",
         "node",
@@ -53,8 +54,8 @@ class Spawning:
             process = subprocess.Popen(
                 [*node_command(config), "--spawned"],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                stderr=None,
+                # Its own once it has detached; until then, and for its refusals, what the starter has.
+                stdout=subprocess.DEVNULL,
             )
         except OSError as error:
             logger.warning("cannot start the host's node: %s", error)
@@ -74,10 +75,3 @@ class Spawning:
             self._process.kill()
             self._process.wait()
         self._lock.close()
-
-
-def _has_fileno(stream: object) -> bool:
-    try:
-        return isinstance(stream.fileno(), int)  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False

@@ -90,7 +90,7 @@ class Saver:
             return "detached"
         outcome = self._save(identity, tensor)
         if outcome not in ("saved", "detached"):
-            self._client.send(SaveSkipped(outcome))
+            self._client.send(SaveSkipped(outcome, identity))
         self._renew()
         return outcome
 
@@ -117,7 +117,7 @@ class Saver:
             attached = self._client.attached
             if attached is None:
                 return "detached"
-            return "too_large" if nbytes > attached.slab_bytes else "no_window"
+            return "too_large" if nbytes > attached.largest_entry else "no_window"
         arena = self._client.arena(self._incarnation)
         assert arena is not None
         offset = window.take(nbytes)
@@ -131,7 +131,7 @@ class Saver:
                 return window
         # None fits: an item larger than any before, or a burst. One round trip now, larger windows from here on.
         attached = self._client.attached
-        if attached is None or nbytes > attached.slab_bytes or time.monotonic() < self._not_before:
+        if attached is None or nbytes > attached.largest_entry or time.monotonic() < self._not_before:
             return None
         request = self._ask(max(nbytes, self._window_bytes))
         deadline = time.monotonic() + _WINDOW_WAIT_S
@@ -188,7 +188,9 @@ class Saver:
     def _window_bytes(self) -> int:
         """What is configured, but never so much that a few workers' windows leave no room for entries."""
         attached = self._client.attached
-        return min(self._client.config.window_size, attached.arena_bytes // 8 if attached else _ALIGN)
+        if attached is None:
+            return _ALIGN
+        return min(self._client.config.window_size, attached.arena_bytes // 8, attached.largest_entry)
 
 
 class _WriteWindow:

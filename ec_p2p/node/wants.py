@@ -32,8 +32,12 @@ class Sources(Protocol):
         """Other nodes that advertise it as resident, best first."""
         ...
 
-    def being_encoded(self, identity: bytes, instance: str) -> bool:
-        """Whether some other instance has announced that it is computing it."""
+    def encoded_here(self, identity: bytes, instance: str) -> bool:
+        """Whether another instance of this host has announced that it is computing it."""
+        ...
+
+    def encoded_elsewhere(self, identity: bytes) -> bool:
+        """Whether another host advertises that it is being computed there."""
         ...
 
 
@@ -90,7 +94,7 @@ class Wants:
                 self._try(waiting, index, now)
         for index in waiting.open:
             self._by_identity[want.items[index].identity].add(((session.sid, want.want), index))
-            self._send(session, Pending(want.want, index, self._why(want.items[index].identity, session)))
+            self._send(session, Pending(want.want, index, self._why(waiting, want.items[index].identity)))
         self._retire(waiting)
 
     def forget(self, session: Session, want: int) -> None:
@@ -172,12 +176,15 @@ class Wants:
         return 0
 
     def _try(self, waiting: Waiting, index: int, now: float, otherwise: str = "no_source") -> None:
+        if index not in waiting.open:
+            return  # answered by a fetch that another item, or another want, has started and that ended at once
         item = waiting.want.items[index]
         entry = self._backend.get(item.identity)
         if entry is not None:
             self._answer(waiting, index, entry, "local", None)
             return
         if item.identity in self._fetches:
+            self._fetches.extend(item.identity, waiting.deadline)
             return
         if not waiting.want.local_only:
             holders = self._sources.holders(item.identity)
@@ -190,16 +197,21 @@ class Wants:
             if holders:
                 self._missing(waiting, index, "rows")
                 return
-        if self._sources.being_encoded(item.identity, waiting.session.attach.instance):
+        if self._being_encoded(waiting, item.identity):
             return
         if waiting.expecting:
             return
         self._missing(waiting, index, otherwise)
 
-    def _why(self, identity: bytes, session: Session) -> str:
+    def _being_encoded(self, waiting: Waiting, identity: bytes) -> bool:
+        return self._sources.encoded_here(identity, waiting.session.attach.instance) or (
+            not waiting.want.local_only and self._sources.encoded_elsewhere(identity)
+        )
+
+    def _why(self, waiting: Waiting, identity: bytes) -> str:
         if identity in self._fetches:
             return "fetching"
-        return "encoding" if self._sources.being_encoded(identity, session.attach.instance) else "expected"
+        return "encoding" if self._being_encoded(waiting, identity) else "expected"
 
     def _waiters(self, identity: bytes) -> list[tuple[Waiting, int]]:
         found = []
@@ -210,6 +222,8 @@ class Wants:
         return found
 
     def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, fetch_started_at: float | None) -> None:
+        if index not in waiting.open:
+            return
         want, item = waiting.want, waiting.want.items[index]
         if item.rows not in (0, entry.rows):
             self._missing(waiting, index, "rows")
@@ -237,6 +251,8 @@ class Wants:
         )
 
     def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
+        if index not in waiting.open:
+            return
         self._close_item(waiting, index)
         self._counters.add("wants", outcome=reason)
         self._send(waiting.session, Missing(waiting.want.want, index, reason))

@@ -51,6 +51,35 @@ def test_a_client_killed_with_leases_and_windows_leaves_nothing_held(zmq_fleet):
     here.close()
 
 
+def _fork_and_hold(config, pipe):
+    """A client with a child that outlives it and inherits its socket, as a fork without exec does."""
+    client = Client(config, "tool", "victim")
+    client.window(1 << 20)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    pipe.send(child)
+    pipe.recv()
+
+
+def test_a_client_is_gone_when_it_is_dead_although_its_child_lives(zmq_fleet):
+    ((node, client),) = zmq_fleet.connected("a")
+    before = gauges(client)
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    victim = spawn.Process(target=_fork_and_hold, args=(node.config, there))
+    victim.start()
+    child = here.recv()
+    try:
+        victim.kill()
+        victim.join()
+        until(lambda: gauges(client)["sessions"] == before["sessions"], "the session to end")
+        assert gauges(client)["arena_bytes{kind=reserved}"] == before["arena_bytes{kind=reserved}"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        here.close()
+
+
 def test_a_holder_killed_between_advert_and_fetch(fleet):
     (holder_node, holder), (_, reader) = fleet.connected("a", "b")
     holder.store(A, os.urandom(1 << 20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ec_p2p.node.messages import Landed, Saved, SaveSkipped
+from ec_p2p.node.messages import Landed, Missing, Pending, Saved, SaveSkipped, WantItem
 from ec_p2p.node.tensors import Loader, Place, Saver
 
 from .conftest import until
@@ -132,7 +132,7 @@ def test_more_saves_than_the_arena_holds_keep_the_newest(host):
 def test_nothing_is_promised_before_the_workers_are_attached(zmq_fleet):
     node = zmq_fleet.node("a")
     scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
-    scheduler.store(A, b"x" * 128)
+    zmq_fleet.client(node).store(A, b"x" * 128)
     assert scheduler.want(A, readers=2)[0].reason == "no_readers"
     workers = [zmq_fleet.client(node, "worker", "engine/dp0", rank) for rank in range(2)]
     [answer] = scheduler.want(A, readers=2)
@@ -174,3 +174,57 @@ def test_an_arena_never_mapped_cannot_be_loaded_from(host):
     worker, _ = host
     with pytest.raises(LookupError, match="not mapped"):
         Loader(worker.node).load(Place(b"?" * 16, 1, 0, 128, 1, 64, "bfloat16"), "cpu")
+
+
+def test_a_worker_that_ends_lets_go_of_what_it_was_to_copy(zmq_fleet):
+    node = zmq_fleet.node("a")
+    zmq_fleet.client(node).store(A, b"x" * 128)
+    workers = [zmq_fleet.client(node, "worker", "engine/dp0", rank) for rank in range(2)]
+    scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
+    [answer] = scheduler.want(A, readers=2)
+    scheduler.node.dispatched(answer.lease)
+    scheduler.sync()
+    for left, worker in zip((1, 0), workers, strict=True):
+        worker.close()
+        until(lambda n=left: scheduler.inspect().gauges["leases"] == n, f"{left} leases")
+    zmq_fleet.clients[:] = [scheduler, zmq_fleet.clients[0]]
+
+
+def test_a_save_that_fails_ends_the_wait_for_it(zmq_fleet):
+    (producer, _), (_, reader) = zmq_fleet.connected("a", "b")
+    scheduler = zmq_fleet.client(producer, "scheduler", "engine/dp0")
+    worker = zmq_fleet.client(producer, "worker", "engine/dp0", 0)
+    scheduler.node.encoding([A])
+    scheduler.sync()
+
+    def waits():
+        want = reader.node.want([WantItem(A, 0)], readers=0, wait_s=10, expect_s=0)
+        answer = reader.expect((Pending, Missing), lambda m: m.want == want)
+        return answer if isinstance(answer, Pending) else None
+
+    waiting = until(waits, "the pending advert")
+    assert Saver(worker.node).save(A, torch.ones(4)) == "layout"
+    answer = reader.expect(Missing, lambda m: m.want == waiting.want)
+    assert answer.reason == "no_source"
+
+
+def test_a_local_want_does_not_wait_for_another_host(zmq_fleet):
+    (producer, _), (_, reader) = zmq_fleet.connected("a", "b")
+    scheduler = zmq_fleet.client(producer, "scheduler", "engine/dp0")
+    scheduler.node.encoding([A])
+    scheduler.sync()
+    until(lambda: reader.want(A, wait_s=0.05)[0].reason == "deadline", "the pending advert")
+    assert reader.want(A, local_only=True)[0].reason == "no_source"
+    other = zmq_fleet.client(producer, "tool", "other")
+    want = other.node.want([WantItem(A, 0)], readers=0, wait_s=10, expect_s=0, local_only=True)
+    assert other.expect(Pending, lambda m: m.want == want).why == "encoding"
+    scheduler.close()  # its engine is gone, and with it the hope
+    zmq_fleet.clients.remove(scheduler)
+    assert other.expect(Missing, lambda m: m.want == want).reason == "no_source"
+
+
+def test_a_window_never_exceeds_what_the_arena_takes(zmq_fleet):
+    node = zmq_fleet.node("a", window_size="64MiB", slab_size="1MiB", max_local_cpu_size="8MiB")
+    worker = zmq_fleet.client(node, "worker", "engine/dp0", 0)
+    scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
+    save(Saver(worker.node), scheduler, A, torch.ones(8, 16))
