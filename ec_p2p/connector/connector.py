@@ -44,6 +44,7 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
         transfer = vllm_config.ec_transfer_config
         settings = {**transfer.ec_connector_extra_config, "ec_ip": transfer.ec_ip, "ec_port": transfer.ec_port}
         config = make_config(settings)
+        _log_as_vllm_does()
         self.counts = Counts()
         self.hook_failures: set[tuple[str, type[Exception]]] = set()
         self._scheduler: SchedulerSide | NoSharing | None = None
@@ -215,7 +216,8 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
                 client,
                 Saver(client),
                 Loader(client),
-                rank,
+                # Who saves nothing holds no write windows: they would be taken from everybody's arena.
+                rank._replace(saves=rank.saves and self.is_producer),
                 fetches=self.is_consumer,
                 on_error=partial(note_failure, self),
                 device=current_device,
@@ -223,3 +225,13 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
         except Exception as error:
             note_failure(self, "__init__", error)
             return None
+
+
+def _log_as_vllm_does() -> None:
+    """What the node's client says inside a vLLM process belongs into vLLM's log, in its form."""
+    ours, vllms = logging.getLogger("ec_p2p"), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in vllms.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(vllms.level)
+        ours.propagate = vllms.propagate

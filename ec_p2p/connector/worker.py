@@ -74,7 +74,11 @@ class WorkerSide:
         if not (step.loads or step.saves_resident or step.encodes):
             return
         with self._lock, _sync_allowed():
-            self._prepare()
+            try:
+                self._prepare()
+            except Exception as error:
+                # Only a lost load may end the engine.
+                self._on_error("prepare", error)
             self._load(encoder_cache, step.loads)
             if self._rank.saves:
                 for identifier, identity in step.saves_resident.items():
@@ -115,7 +119,7 @@ class WorkerSide:
             return self._saver.save(identity, tensor)
         except Exception as error:
             # Told to the node, which tells the scheduler: a worker's own counts do not reach vLLM's metrics.
-            self._client.send(SaveSkipped("error"))
+            self._client.send(SaveSkipped("error", identity))
             self._on_error("save", error)
             return "error"
 

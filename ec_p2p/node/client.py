@@ -75,6 +75,9 @@ class _Link:
         self.dealer.rcvhwm = self.dealer.sndhwm = 100_000
         self.dealer.setsockopt(zmq.IDENTITY, attached.token)
         self.dealer.connect(attached.endpoint)
+        self.poller = zmq.Poller()
+        self.poller.register(self.dealer, zmq.POLLIN)
+        self.poller.register(sock, zmq.POLLIN)
 
     def alive(self) -> bool:
         try:
@@ -322,10 +325,7 @@ class NodeClient:
         if self._link is not None:
             self._receive(found)
             if not found and timeout_s > 0:
-                poller = zmq.Poller()
-                poller.register(self._link.dealer, zmq.POLLIN)
-                poller.register(self._link.sock, zmq.POLLIN)
-                poller.poll(max(1, round(timeout_s * 1000)))
+                self._link.poller.poll(max(1, round(timeout_s * 1000)))
                 self._receive(found)
             if not found:
                 self._check()

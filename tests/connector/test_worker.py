@@ -175,7 +175,7 @@ def test_a_save_that_fails_is_told_and_harms_nobody(rig):
     r = rig()
     r.saver.error = AttributeError("a list has no dim")
     r.side.save({"a": [1]}, "a", ECP2PMetadata(encodes={"a": b"A" * 32}))
-    assert r.client.said == [SaveSkipped("error")]
+    assert r.client.said == [SaveSkipped("error", b"A" * 32)]
     assert r.errors == [("save", "a list has no dim")]
 
 
@@ -219,3 +219,15 @@ def test_metadata_travels():
 
     step = ECP2PMetadata([("a", place())], {"b": b"B" * 32}, {"c": b"C" * 32})
     assert pickle.loads(pickle.dumps(step)) == step
+
+
+def test_a_node_client_that_fails_ends_no_step(rig, monkeypatch):
+    r = rig()
+
+    def fails():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(r.saver, "prepare", fails)
+    monkeypatch.setattr(r.client, "attach", fails)
+    r.side.before_model({}, ECP2PMetadata(encodes={"a": b"A" * 32}))
+    assert r.errors == [("prepare", "too many open files")]
