@@ -11,6 +11,7 @@ from types import FrameType
 import zmq
 
 from ec_p2p.control.directory import Directory
+from ec_p2p.control.sockets import split_endpoint
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -19,7 +20,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("directory", help="run a directory: it tells every node who holds what")
     parser.add_argument("--bind", default="tcp://0.0.0.0:14579", help="endpoint for nodes (default: %(default)s)")
     parser.add_argument(
-        "--pub-port", type=int, default=0, help="port on which changes are published (default: any free port)"
+        "--pub-port",
+        type=int,
+        default=None,
+        help="port on which changes are published; 0: any free one (default: the port after that of --bind)",
     )
     parser.add_argument(
         "--node-timeout",
@@ -37,10 +41,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if not 0 < args.node_timeout < float("inf"):
         return _refuse(f"--node-timeout={args.node_timeout!r}; accepted: a positive number of seconds")
-    if not 0 <= args.pub_port < 65536:
-        return _refuse(f"--pub-port={args.pub_port!r}; accepted: a port number from 0 to 65535")
     try:
-        directory = Directory(args.bind, args.pub_port, node_timeout_s=args.node_timeout)
+        pub_port = _next_port(args.bind) if args.pub_port is None else args.pub_port
+        if not 0 <= pub_port < 65536:
+            return _refuse(f"--pub-port={pub_port!r}; accepted: a port number from 0 to 65535")
+        directory = Directory(args.bind, pub_port, node_timeout_s=args.node_timeout)
     except (ValueError, zmq.ZMQError) as error:
         return _refuse(f"--bind={args.bind!r} --pub-port={args.pub_port!r}: {error}")
 
@@ -53,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"directory listens on {directory.endpoint}, publishes on port {directory.pub_port}", file=sys.stderr)
         directory.run()
     return 0
+
+
+def _next_port(endpoint: str) -> int:
+    """As an embedded directory does it. Any free port where the endpoint leaves its own open."""
+    _, port = split_endpoint(endpoint)
+    return int(port) + 1 if port not in ("*", "0") else 0
 
 
 def _refuse(reason: str) -> int:

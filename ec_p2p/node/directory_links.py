@@ -57,6 +57,8 @@ class DirectoryLinks:
         self._embedded: Directory | None = None
         self._try_at = 0.0
         self._unreached_since: float | None = None
+        self._complained = False
+        self._endpoints = config.directories
         self._pending = True
         self._due = 0.0
         self._host_if_nobody_does(0.0)
@@ -92,6 +94,7 @@ class DirectoryLinks:
         waits = [announcer.tick(now) for announcer in self._announcers]
         self._due = now + min(*waits, self._view.tick(now))
         self._host_if_nobody_does(now)
+        self._complain(now)
 
     def poll_targets(self) -> list[Any]:
         return [*(announcer.socket for announcer in self._announcers), *self._view.sockets]
@@ -114,10 +117,24 @@ class DirectoryLinks:
             self._embedded.close()
             self._embedded = None
 
+    def _complain(self, now: float) -> None:
+        """Once, when no directory has answered for a while: such a node shares with nobody, and looks healthy."""
+        if self.connected:
+            self._unreached_since = None
+        elif self._unreached_since is None:
+            self._unreached_since = now
+        elif not self._complained and now - self._unreached_since > self._config.node_timeout_s:
+            self._complained = True
+            logger.warning("no directory answers at %s: nothing is shared with others", ", ".join(self._endpoints))
+
     # -------------------------------------------------------- hosting
 
     def _host_if_nobody_does(self, now: float) -> None:
         """Only the default directory is ever embedded: who lists directories runs them."""
+        if self._embedded is not None and not self._embedded.running:
+            logger.error("the embedded directory has ended; looking for another host of it")
+            self._embedded.close()
+            self._embedded = None
         if self._embedded is not None or self._config.directory or not self._config.embedded_directory:
             return
         if now < self._try_at or self.connected:

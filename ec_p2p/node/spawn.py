@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -56,6 +57,8 @@ class Spawning:
                 stdin=subprocess.DEVNULL,
                 # Its own once it has detached; until then, and for its refusals, what the starter has.
                 stdout=subprocess.DEVNULL,
+                # NIXL imports numpy, whose threads would spin while they start; the node computes nothing.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError as error:
             logger.warning("cannot start the host's node: %s", error)

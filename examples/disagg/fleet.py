@@ -113,6 +113,7 @@ class Fleet:
                 "node_name": host.node_name,
                 "metrics_port": int(host.metrics_url.rpartition(":")[2]),
                 "directory_pub_port": self.directory_pub_port,
+                "log_file": str(self.run.folder / f"node-{host.label}.log"),
                 **settings,
             },
         }
