@@ -133,7 +133,7 @@ class ScriptedNode:
         )
         if not self.frozen:
             for index, item in enumerate(items):
-                self._answer(number, index, item)
+                self._answer(number, index, item, local_only)
         return number
 
     def forget(self, want):
@@ -167,8 +167,9 @@ class ScriptedNode:
 
     # the script
 
-    def _answer(self, number, index, item):
-        identifier = next((i for i in self.holds if identity_of(i) == item.identity), None)
+    def _answer(self, number, index, item, local_only):
+        found = (i for i in self.holds if identity_of(i) == item.identity and not (local_only and i in self.remote))
+        identifier = next(found, None)
         if not self.readers:
             self.inbox.append(Missing(number, index, "no_readers"))
         elif any(identity_of(slow) == item.identity for slow in self.slow):

@@ -266,4 +266,4 @@ def test_an_engine_lives_through_whatever_happens(role, harshness, caplog):
         engine.drain()
         served, loaded, failed = served + engine.served, loaded + engine.loaded, failed + engine.failed
     # Otherwise nothing was tested.
-    assert min(served, loaded, failed) > 50
+    assert min(served, loaded, failed) > 20

@@ -137,6 +137,16 @@ def test_decode_steps_ask_nobody_and_drop_what_was_not_needed(harness, node):
     assert node.sent == before
 
 
+def test_a_lease_that_was_not_needed_ends_as_soon_as_its_item_is_computed(harness, node):
+    h, r = harness(), request("a", "b")
+    node.holds = {"a": 10, "b": 10}
+    assert h.ensure(r)
+    h.cache.add("a")  # another request has brought it in meanwhile
+    assert h.ensure(r, computed=10)
+    assert len(node.leases) == 1
+    assert h.side.has_cache_item("b")
+
+
 def test_text_requests_run_while_a_fetch_is_in_flight(harness, node):
     h, r = harness(), request("a")
     node.slow = {"a"}
@@ -277,6 +287,37 @@ def test_without_media_a_lease_is_held_as_long_as_tokens_need_it(harness, node):
     assert h.counted()["fetches"] == {"landed,local": 2}  # a spare lease that is not used is none
 
 
+def test_without_media_a_reset_right_after_the_load_is_survived(harness, node):
+    h, r = harness(), request(only_metadata("a"))
+    node.holds = {"a": 10}
+    h.schedule(r, computed=0, tokens=4)
+    h.cache.clear()
+    assert loaded(h.schedule(r, computed=4, tokens=4)) == ["a"]
+
+
+def test_a_request_that_has_its_item_does_not_wait_for_a_spare_lease(harness, node):
+    h, r = harness(), request(only_metadata("a"))
+    node.holds = {"a": 10}
+    h.schedule(r, computed=0, tokens=4)
+    node.slow = {"a"}
+    assert h.ensure(r, 4)
+
+
+def test_a_lease_taken_by_another_request_is_asked_for_again(harness, node):
+    h, first, second = harness(), request("a"), request(only_metadata("a"))
+    assert h.ensure(first)
+    node.holds = {"a": 10}
+    assert h.ensure(second)
+    assert h.ensure(first)
+    h.side.update_state_after_alloc(first, 0)
+    h.end()
+    node.slow = {"a"}
+    assert not h.ensure(second)
+    node.land("a")
+    assert h.ensure(second)
+    assert h.side.has_cache_item("a")
+
+
 def test_a_vanished_source_does_not_hurt_a_request_that_has_its_item(harness, node):
     h, r = harness(), request(only_metadata("a"))
     node.holds = {"a": 10}
@@ -370,7 +411,7 @@ def test_a_reset_of_vllms_cache_is_noticed_at_the_next_alloc(harness, node):
         h.schedule(request(name))
     h.cache.clear()
     assert h.schedule(request("a")).loads == []
-    node.holds = {"b": 10}
+    node.holds, node.remote = {"b": 10}, {"b"}
     assert loaded(h.schedule(request("b"))) == ["b"]
     assert h.counted()["local_encodes"] == {"no_source": 2, "evicted": 1}
 
@@ -677,6 +718,14 @@ def test_a_resident_item_that_the_node_lost_is_published_again(harness, node):
     assert node.leases == {}
 
 
+def test_a_consumer_publishes_nothing(harness, node):
+    h = harness("ec_consumer")
+    for _ in range(2):
+        step = h.schedule(request("a"))
+        assert (step.encodes, step.saves_resident) == ({}, {})
+    assert node.told("encoding") == []
+
+
 def test_any_number_of_requests_may_rest_on_vllms_cache(harness, node):
     h = harness("ec_producer")
     h.schedule(request("a"))
@@ -704,6 +753,18 @@ def test_a_check_holds_nothing_up_and_is_not_lost(harness, node, clock):
     assert h.end().saves_resident == {"a": identity_of("a")}
 
 
+def test_a_check_that_lands_for_a_finished_request_is_given_back(harness, node):
+    h, r = harness("ec_producer"), request("a")
+    h.schedule(request("a"))
+    node.slow = {"a"}
+    assert h.ensure(r)
+    h.side.request_finished(r)
+    node.land("a")
+    h.end()
+    assert node.leases == {}
+    assert len(h.side._asking._leases) == 0
+
+
 def test_parameters_name_what_the_node_holds(harness, node):
     h, r = harness("ec_producer"), request("a", "b", "a")
     h.schedule(r)
@@ -720,6 +781,15 @@ def test_parameters_name_what_the_node_holds(harness, node):
     }
     counted = h.counted()
     assert (counted["saves"], counted["adverts"]) == ({"saved": 1}, {"": 1})
+
+
+def test_parameters_do_not_name_what_went_with_its_node(harness, node):
+    h, r = harness("ec_producer"), request("a")
+    h.schedule(r)
+    node.inbox.append(Saved(identity_of("a"), 80))
+    node.die(successor=NEW)
+    h.end()
+    assert h.side.request_finished(r) == {"a": {"item_indices": [0], "metadata": {}}}
 
 
 def test_parameters_are_for_producers_and_for_media(harness, node):
