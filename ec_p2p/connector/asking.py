@@ -70,15 +70,18 @@ class Asking:
 
     # -------------------------------------------------------- asking
 
-    def ask(self, record: RequestRecord, items: Sequence[Item]) -> None:
-        """Ask for `items`; each is WANTED after it, or MISSING, or, without media and without a node, as it was."""
+    def ask(self, record: RequestRecord, items: Sequence[Item]) -> bool:
+        """Ask for `items`; each is WANTED after it, or MISSING, or, without media and without a node, as it was.
+
+        False if nobody was asked.
+        """
         now = self._clock()
         due = [item for item in items if now >= item.retry_at]
         if not due:
-            return
+            return False
         if not self._client.attach():
             self._no_node(due, now)
-            return
+            return False
         for expect_s, group in (
             (0.0, [item for item in due if item.has_media and not item.hinted]),
             (self._config.expect_s, [item for item in due if item.hinted or not item.has_media]),
@@ -91,6 +94,7 @@ class Asking:
             for item in group:
                 item.apply(Event.ASKED)
                 self._set_deadline(item, now)
+        return True
 
     def check(self, record: RequestRecord, items: Sequence[Item]) -> int:
         """Ask for what vLLM has too: for spare leases, and to learn of what the node lacks. The want's id, or 0."""

@@ -158,9 +158,9 @@ class SchedulerSide:
             self._asking.forget(record)
         if self._current is record:
             self._current = None
-        if not self._saves or not request.mm_features:
+        if record is None or not self._saves:
             return None
-        return self._params(request)
+        return self._params(request, record)
 
     def fail_without_media(self, request: Any, num_computed_tokens: int) -> bool:
         """The answer of `ensure_cache_available` when it failed itself: what cannot be encoded here fails alone."""
@@ -211,8 +211,7 @@ class SchedulerSide:
             if any(map(_to_ask, needed)):
                 # What was lost with a node comes to light before more is asked of the next one.
                 self._asking.hear()
-                self._asking.ask(record, [item for item in needed if _to_ask(item)])
-                fresh = True
+                fresh |= self._asking.ask(record, [item for item in needed if _to_ask(item)])
             unchecked = [i for i in needed if i.state is State.RESIDENT and i.shareable and not i.checked]
             if unchecked:
                 check = self._asking.check(record, unchecked)
@@ -277,17 +276,16 @@ class SchedulerSide:
             "request %s fails: no embedding for %.64r (%s), and %s", record.request_id, item.identifier, reason, why
         )
 
-    def _params(self, request: Any) -> Params | None:
-        items: Params = collect_ec_item_metadata(request.mm_features, self._media)
-        features = {feature.identifier: feature for feature in request.mm_features}
-        identities = {identifier: self._identity_of(identifier) for identifier in items}
-        if self._wait_left > 0 and not all(map(self._asking.is_held, identities.values())):
+    def _params(self, request: Any, record: RequestRecord) -> Params | None:
+        saved = [item.identity for item in record.items.values() if item.placed and item.shareable]
+        while self._wait_left > 0 and not all(map(self._asking.is_held, saved)):
             # The step's saves are committed; the node says so at about the same time as vLLM comes here.
             self._listen(self._wait_left)
+        items: Params = collect_ec_item_metadata(request.mm_features, self._media)
         for identifier, entry in items.items():
-            if self._asking.is_held(identities[identifier]):
-                rows = features[identifier].mm_position.get_num_embeds()
-                entry["ec_p2p"] = {"node": self._client.node_name, "rows": rows}
+            item = record.items[identifier]
+            if self._asking.is_held(item.identity):
+                entry["ec_p2p"] = {"node": self._client.node_name, "rows": item.rows}
             else:
                 # With metadata a router may send placeholders instead of the media, and then nothing could be encoded.
                 entry["metadata"] = {}
