@@ -7,7 +7,6 @@ the next one. Used by one thread; it has none of its own, so an idle client cost
 
 from __future__ import annotations
 
-import array
 import itertools
 import logging
 import os
@@ -22,11 +21,11 @@ from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.engine.arena import Arena
 from ec_p2p.node.address import attach_address
+from ec_p2p.node.link import Link, hail, hear_answer
 from ec_p2p.node.messages import (
     CLIENT_PROTOCOL_VERSION,
     Attach,
     Attached,
-    AttachRefused,
     Dispatched,
     Encoding,
     Forget,
@@ -61,37 +60,6 @@ class Detached(NamedTuple):
     incarnation: bytes
 
 
-class _Link:
-    """One attachment: alive until the Unix socket closes."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], sock: socket.socket, attached: Attached, now: float
-    ) -> None:
-        self.sock = sock
-        self.attached = attached
-        self.since = now
-        self.dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.dealer.linger = 0
-        self.dealer.rcvhwm = self.dealer.sndhwm = 100_000
-        self.dealer.setsockopt(zmq.IDENTITY, attached.token)
-        self.dealer.connect(attached.endpoint)
-        self.poller = zmq.Poller()
-        self.poller.register(self.dealer, zmq.POLLIN)
-        self.poller.register(sock, zmq.POLLIN)
-
-    def alive(self) -> bool:
-        try:
-            return bool(self.sock.recv(1))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        self.dealer.close()
-        self.sock.close()
-
-
 class NodeClient:
     """One client of the host's node. See DESIGN's words: a scheduler wants, a worker saves and loads, a tool looks."""
 
@@ -101,7 +69,7 @@ class NodeClient:
         self.config = config
         self._hello = Attach(CLIENT_PROTOCOL_VERSION, kind, instance, rank)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._arenas: dict[bytes, Arena] = {}
         self._hailed: socket.socket | None = None
         """Connected, and waiting for the node's answer."""
@@ -189,35 +157,18 @@ class NodeClient:
             return
         try:
             if self._hailed is None:
-                self._hailed = _hail(attach_address(self.config), self._hello)
+                self._hailed = hail(attach_address(self.config), self._hello)
                 self._answer_until = now + _ANSWER_TIMEOUT_S
-            answer = self._hear_answer(self._hailed, now)
+            answer = hear_answer(self._hailed)
             if answer is not None:
                 self._adopt(self._hailed, *answer, now)
+            elif now >= self._answer_until:
+                raise TimeoutError("the node does not answer")
         except (OSError, BadFrame, ValueError, zmq.ZMQError) as error:
             if self._hailed is not None:
                 self._hailed.close()
                 self._hailed = None
             self._not_attached(now, error)
-
-    def _hear_answer(self, sock: socket.socket, now: float) -> tuple[Attached, int] | None:
-        """What the node answered, and the arena's descriptor, which is the caller's; None while it has not."""
-        try:
-            frame, fds = _recv_with_fds(sock)
-        except BlockingIOError:
-            if now >= self._answer_until:
-                raise TimeoutError("the node does not answer") from None
-            return None
-        try:
-            answer: Attached | AttachRefused = decode(frame, Attached | AttachRefused)
-            if isinstance(answer, AttachRefused):
-                raise OSError(f"refused: {answer.reason}")
-            if len(fds) != 1:
-                raise OSError("the node sent no arena")
-            return answer, fds.pop()
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def _adopt(self, sock: socket.socket, answer: Attached, fd: int, now: float) -> None:
         try:
@@ -227,7 +178,7 @@ class NodeClient:
                 arena = Arena.attach(fd, answer.arena_bytes, answer.slab_bytes)
         finally:
             os.close(fd)
-        self._link = _Link(self._context, sock, answer, now)
+        self._link = Link(self._context, sock, answer, now)
         self._hailed = None
         self.send(Here())
         if arena is not None:
@@ -361,29 +312,3 @@ class NodeClient:
             arena.close()
         self._arenas.clear()
         self._context.term()
-
-
-def _hail(address: str, hello: Attach) -> socket.socket:
-    """A connected, non-blocking socket on which the hello has been sent. Raises OSError, at once."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
-        sock.connect(address)
-        sock.send(encode(hello))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _recv_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the descriptors that came with it, close-on-exec and now the caller's. Raises BlockingIOError."""
-    frame, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_SPACE(4 * array.array("i").itemsize))
-    fds: list[int] = []
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received = array.array("i")
-            received.frombytes(data[: len(data) - len(data) % received.itemsize])
-            fds.extend(received)
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return frame, fds

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from ec_p2p.engine.cpu import LocalCPUBackend
 
 logger = logging.getLogger(__name__)
 
 Labels = tuple[tuple[str, str], ...]
+Series = tuple[str, Labels]
+"""One metric with its label values."""
 
 
 class Counters:
     """Monotonic counts by name and labels. One writer thread."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, Labels], float] = defaultdict(float)
+        self._values: dict[Series, float] = defaultdict(float)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         self._values[name, tuple(labels.items())] += amount
@@ -28,23 +32,34 @@ class Counters:
     def get(self, name: str, **labels: str) -> float:
         return self._values.get((name, tuple(labels.items())), 0.0)
 
-    def flat(self) -> dict[str, float]:
-        """'fetches{outcome=landed,peer=host1}' -> count, for tools and tests."""
-        return {_flat(name, labels): value for (name, labels), value in list(self._values.items())}
-
-    def items(self) -> list[tuple[tuple[str, Labels], float]]:
+    def items(self) -> list[tuple[Series, float]]:
         return list(self._values.items())
 
-
-def _flat(name: str, labels: Labels) -> str:
-    return name + ("{" + ",".join(f"{key}={value}" for key, value in labels) + "}" if labels else "")
-
-
-Gauges = Callable[[], dict[tuple[str, Labels], float]]
+    def flat(self) -> dict[str, float]:
+        return flat(dict(self.items()))
 
 
-def flat_gauges(gauges: Gauges) -> dict[str, float]:
-    return {_flat(name, labels): value for (name, labels), value in gauges().items()}
+def flat(values: Mapping[Series, float]) -> dict[str, float]:
+    """'fetches{outcome=landed,peer=host1}' -> value, for tools and tests."""
+    return {
+        name + ("{" + ",".join(f"{key}={text}" for key, text in labels) + "}" if labels else ""): value
+        for (name, labels), value in values.items()
+    }
+
+
+def arena_gauges(backend: LocalCPUBackend) -> dict[Series, float]:
+    kinds = {
+        "used": backend.used_bytes,
+        "reserved": backend.reserved_bytes,
+        "pinned": backend.pinned_bytes,
+        "capacity": backend.capacity_bytes,
+    }
+    gauges: dict[Series, float] = {("arena_bytes", (("kind", kind),)): nbytes for kind, nbytes in kinds.items()}
+    gauges["entries", ()] = len(backend)
+    return gauges
+
+
+Gauges = Callable[[], dict[Series, float]]
 
 
 class MetricsServer:

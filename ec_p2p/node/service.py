@@ -17,12 +17,11 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
-from ec_p2p.control.messages import PROTOCOL_VERSION, Card, NodeInfo
+from ec_p2p.control.messages import NodeInfo
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
-from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.node import network
-from ec_p2p.node.counters import Counters, Labels, MetricsServer, flat_gauges
+from ec_p2p.node.counters import Counters, MetricsServer, Series, arena_gauges, flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
@@ -46,11 +45,12 @@ from ec_p2p.node.messages import (
 )
 from ec_p2p.node.pacing import Pacing
 from ec_p2p.node.peers import Peer, Peers
+from ec_p2p.node.registration import Registration
 from ec_p2p.node.saving import Saving
 from ec_p2p.node.sessions import Session, Sessions
 from ec_p2p.node.sources import FleetSources
 from ec_p2p.node.wants import Wants
-from ec_p2p.transport import TransportError, open_transport
+from ec_p2p.transport import open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,6 @@ class Node:
         self._stopping = False
         self._closed = False
         self._lonely_since = float("inf")
-        self._registered = 0
-        self._card = Card(PROTOCOL_VERSION, self.incarnation, "", 0, 0, b"")
         with contextlib.ExitStack() as resources:
             self._open(resources)
             self._resources = resources.pop_all()
@@ -110,8 +108,9 @@ class Node:
             advertise_host=advertise,
         )
         resources.callback(self.transport.close)
+        registration = Registration(self.transport, self.incarnation, self.counters)
         self.backend = LocalCPUBackend(
-            self.arena, on_slab=self._on_slab, on_evicted=lambda entry: self._saving.evicted(entry)
+            self.arena, on_slab=registration.on_slab, on_evicted=lambda entry: self._saving.evicted(entry)
         )
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
         self.backend.release(self.backend.reserve(1))
@@ -121,7 +120,7 @@ class Node:
             self.incarnation,
             bind,
             config.peer_port,
-            lambda: self._card,
+            registration.card,
             self._on_peer_ready,
             self._on_bad_frame,
         )
@@ -345,25 +344,6 @@ class Node:
         self._watch_again = True
         self._fetches.peer_gone(incarnation, time.monotonic())
 
-    def _on_slab(self, offset: int, nbytes: int) -> None:
-        try:
-            self.transport.register(offset, nbytes)
-        except TransportError as error:
-            # Usually the limit on locked memory. The node goes on with the slabs it has.
-            if not self.counters.get("slabs_refused"):
-                logger.error("the arena cannot grow beyond %d MiB: %s", offset >> 20, error)
-            self.counters.add("slabs_refused")
-            raise SlabRefused(str(error)) from error
-        self._registered = offset + nbytes
-        self._card = Card(
-            PROTOCOL_VERSION,
-            self.incarnation,
-            self.transport.kind,
-            self._card.revision + 1,
-            self._registered,
-            self.transport.card(),
-        )
-
     # -------------------------------------------------------- being seen
 
     def _on_bad_frame(self, where: str, error: BadFrame) -> None:
@@ -383,48 +363,28 @@ class Node:
             self._metrics.port,
         )
 
-    def _gauges(self) -> dict[tuple[str, Labels], float]:
-        backend = self.backend
-        values: dict[tuple[str, Labels], float] = {
-            ("entries", ()): len(backend),
+    def _gauges(self) -> dict[Series, float]:
+        info = {"name": self.config.name, "incarnation": self.incarnation.hex(), "transport": self.transport.kind}
+        return {
+            **arena_gauges(self.backend),
             ("sessions", ()): len(self._sessions),
             ("leases", ()): len(self._leases),
             ("wants_waiting", ()): len(self._wants),
             ("fetches_in_flight", ()): len(self._fetches),
-            ("peers_ready", ()): self._peers.ready_count(),
             ("quarantined_bytes", ()): self._fetches.quarantined_bytes,
+            ("peers_ready", ()): self._peers.ready_count(),
             ("directory_connected", ()): self._links.connected,
-            (
-                "info",
-                (
-                    ("name", self.config.name),
-                    ("incarnation", self.incarnation.hex()),
-                    ("transport", self.transport.kind),
-                ),
-            ): 1,
+            ("info", tuple(info.items())): 1,
         }
-        for kind, nbytes in (
-            ("used", backend.used_bytes),
-            ("reserved", backend.reserved_bytes),
-            ("pinned", backend.pinned_bytes),
-            ("capacity", backend.capacity_bytes),
-        ):
-            values["arena_bytes", (("kind", kind),)] = nbytes
-        return values
 
     def _inspection(self, token: int) -> Inspection:
-        return Inspection(
-            token,
-            {
-                "incarnation": self.incarnation.hex(),
-                "name": self.config.name,
-                "address": self.info.address,
-                "transport": self.transport.kind,
-                "metrics_port": str(self._metrics.port),
-                "directory": ",".join(self.config.directories),
-                "pid": str(os.getpid()),
-            },
-            self.counters.flat(),
-            flat_gauges(self._gauges),
-            self._peers.names(),
-        )
+        node = {
+            "incarnation": self.incarnation.hex(),
+            "name": self.config.name,
+            "address": self.info.address,
+            "transport": self.transport.kind,
+            "metrics_port": str(self._metrics.port),
+            "directory": ",".join(self.config.directories),
+            "pid": str(os.getpid()),
+        }
+        return Inspection(token, node, self.counters.flat(), flat(self._gauges()), self._peers.names())
