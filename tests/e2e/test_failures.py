@@ -79,14 +79,19 @@ def test_the_bytes_at_the_consumer_are_those_of_the_producer(pair: Pair, fresh_i
 
 
 def test_an_item_is_still_there_after_the_producer_forgot_it(pair: Pair, plain: Server, fresh_image: Image) -> None:
-    """The same image twice, and again after the encoder cache was emptied: always fetchable, encoded once."""
+    """The same image twice, and again after the encoder cache was emptied, which vLLM tells nobody: always answered,
+    and still fetchable. After the reset it may be encoded again, where the node's answer is too late for the step."""
     image, change = fresh_image(), Change(pair.producer)
     for _ in range(2):
         encode(pair.producer.url, salted("again", image))
     for path in ("/reset_encoder_cache", "/reset_mm_cache"):
         assert post(pair.producer.url + path, {}).status == 200
     encode(pair.producer.url, salted("after the reset", image))
-    change.settles(encodes=1)
+    until(
+        lambda: change.now().total("vllm:ec_p2p_local_encodes_total") in (1, 2),
+        "one encode, or two",
+        timeout_s=15,
+    )
     change, body = Change(pair.consumer), salted("and fetched", image)
     same(ask(pair.consumer.url, body), plain, body)
     change.settles(encodes=0, landed_remote=1)
