@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +25,15 @@ _MARK = "EC_P2P_TESTS"
 def nothing_stays_behind() -> Iterator[None]:
     """Fails the session when a process of ours outlives it, or when this one still holds a socket of a node."""
     mark = secrets.token_hex(8)
-    os.environ[_MARK] = mark
-    yield
-    del os.environ[_MARK]
+    # What spawned nodes log goes here, and goes with it. Short: paths of sockets may be made from it.
+    with tempfile.TemporaryDirectory(prefix="ec-p2p-tests-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_MARK, mark)
+        patch.setenv("TMPDIR", folder)
+        yield
+        _await_end(mark)
+
+
+def _await_end(mark: str) -> None:
     gc.collect()
     left: list[str] = []
 
