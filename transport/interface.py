@@ -42,6 +42,11 @@ class Reading(Protocol):
     error: str
     """Why it FAILED, for people; empty before."""
 
+    @property
+    def unposted(self) -> int:
+        """Pieces that `poll` itself will copy, one a call: with any left, call again without a pause."""
+        ...
+
     def poll(self) -> State:
         """Make progress and say where the READ is. Never raises; after a terminal state it stays terminal."""
         ...

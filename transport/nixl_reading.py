@@ -105,6 +105,10 @@ class NixlReading:
         self._handles: list[int] = []
         self._state = State.POSTED
 
+    @property
+    def unposted(self) -> int:
+        return len(self._pieces)
+
     def poll(self) -> State:
         if self._state is State.POSTED:
             if self._handles:

@@ -116,8 +116,15 @@ class Fetches:
 
     @property
     def newest_transfer_at(self) -> float:
-        """When the newest READ in flight was posted."""
-        return max((fetch.posted_at for fetch in self._fetches.values() if fetch.reading is not None), default=0.0)
+        """When the newest READ in flight was posted; infinity while one wants to be polled without a pause."""
+        return max(
+            (
+                float("inf") if fetch.reading.unposted else fetch.posted_at
+                for fetch in self._fetches.values()
+                if fetch.reading is not None
+            ),
+            default=0.0,
+        )
 
     @property
     def memory_pending(self) -> bool:

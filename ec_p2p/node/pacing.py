@@ -31,7 +31,8 @@ class Pacing:
         """Poll the sockets, waiting as long as nothing needs attention.
 
         `transfers_since`: when the newest READ was posted that is in flight and of whose end no socket will tell; 0.0:
-        there is none. A slow READ does not slow down a fresh one.
+        there is none; infinity: one of them is copied by the polls themselves. A slow READ does not slow down a fresh
+        one.
         """
         now = time.monotonic()
         self._deadline = min(self._next_tick, next_deadline(now))

@@ -32,6 +32,7 @@ def holder(number, what):
 
 class Reading:
     peer = error = ""
+    unposted = 0
 
     def __init__(self, state):
         self.state = state
