@@ -21,9 +21,10 @@ from ec_p2p.node.tensors import Place
 
 GRACE_S = 1.0
 """The node keeps a want's deadline itself; this much later we stop believing that it lives."""
-NO_READERS_RETRY_S = 0.1
+RETRY_S = 0.1
+"""Between two tries for an item without media that may yet turn up."""
 REMEMBERED = 65536
-"""Identities of which we remember that the node holds them."""
+"""Identities of which we remember what the node has last said."""
 OPEN_CHECKS = 64
 """A node that owes this many answers to checks is asked no more of them."""
 
@@ -62,7 +63,8 @@ class Asking:
         self._clock = clock
         self._wants: dict[int, _Want] = {}
         self._leases = Leases()
-        self._held: dict[bytes, None] = {}
+        self._held: dict[bytes, bool] = {}
+        """What the node has last said of an entry: that it holds it, or that its save was skipped."""
         self._heard_at = clock()
         self._silent = False
         self.not_in_node: dict[str, bytes] = {}
@@ -135,6 +137,10 @@ class Asking:
 
     def is_held(self, identity: bytes) -> bool:
         """Whether the node has told us that it holds this entry. It may have evicted it since."""
+        return self._held.get(identity, False)
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether the node has told us what became of this entry."""
         return identity in self._held
 
     # -------------------------------------------------------- leases
@@ -224,10 +230,11 @@ class Asking:
         elif isinstance(message, Missing):
             self._missing(message)
         elif isinstance(message, Saved):
-            self._hold(message.identity)
+            self._note(message.identity, True)
             self._counts.add("saves", "saved")
             self._counts.add("adverts")
         elif isinstance(message, SaveSkipped):
+            self._note(message.identity, False)
             self._counts.add("saves", message.reason)
 
     def _answered(self, number: int, index: int) -> tuple[_Want, Item] | None:
@@ -245,7 +252,7 @@ class Asking:
         if found is None:
             return
         want, item = found
-        self._hold(item.identity)
+        self._note(item.identity, True)
         expected = State.RESIDENT if want.check else State.WANTED
         if want.forgotten or item.state is not expected:
             self._release(want.incarnation, landed.lease)
@@ -281,10 +288,11 @@ class Asking:
                 self.not_in_node[item.identifier] = item.identity
         elif item.state is State.WANTED:
             now = self._clock()
-            if missing.reason == "no_readers" and not item.has_media and now < item.deadline:
-                # The workers of this instance attach by themselves, some time after a new node has come up.
+            # The workers of this instance attach by themselves, some time after a new node has come up.
+            passing = missing.reason == "no_readers" and now < item.deadline
+            if not item.has_media and (passing or item.placed):
                 item.apply(Event.VOIDED)
-                item.retry_at = now + NO_READERS_RETRY_S
+                item.retry_at = now + RETRY_S
             else:
                 self._missed(item, missing.reason)
 
@@ -303,9 +311,9 @@ class Asking:
         self._held.clear()
         self._silent = False
 
-    def _hold(self, identity: bytes) -> None:
+    def _note(self, identity: bytes, held: bool) -> None:
         self._held.pop(identity, None)
-        self._held[identity] = None
+        self._held[identity] = held
         if len(self._held) > REMEMBERED:
             del self._held[next(iter(self._held))]
 

@@ -58,6 +58,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.LEASED, Event.VOIDED): State.UNASKED,
     (State.LEASED, Event.ALLOCATED): State.ALLOCATED,
     (State.LEASED, Event.REWOUND): State.LEASED,
+    (State.MISSING, Event.FOUND): State.RESIDENT,
     (State.MISSING, Event.ALLOCATED): State.ALLOCATED,
     (State.MISSING, Event.REWOUND): State.UNASKED,
     # What vLLM has gets a spare lease where possible: vLLM may reset its cache, and tells nobody.

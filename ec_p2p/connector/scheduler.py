@@ -236,12 +236,11 @@ class SchedulerSide:
         in_reach = item.has_media and item.identifier in self._resident
         if item.state is State.RESIDENT and not in_reach:
             item.apply(Event.EVICTED)
-        if item.state is State.UNASKED:
-            if in_reach:
-                item.apply(Event.FOUND)
-            elif not item.shareable:
-                item.apply(Event.MISSED)
-                item.reason = "not_shared"
+        if in_reach and item.state in (State.UNASKED, State.MISSING):
+            item.apply(Event.FOUND)
+        elif item.state is State.UNASKED and not item.shareable:
+            item.apply(Event.MISSED)
+            item.reason = "not_shared"
 
     def _leave(self, record: RequestRecord) -> None:
         """The request needs no embedding any more, unless it is preempted."""
@@ -278,7 +277,7 @@ class SchedulerSide:
 
     def _params(self, request: Any, record: RequestRecord) -> Params | None:
         saved = [item.identity for item in record.items.values() if item.placed and item.shareable]
-        while self._wait_left > 0 and not all(map(self._asking.is_held, saved)):
+        while self._wait_left > 0 and not all(map(self._asking.knows, saved)):
             # The step's saves are committed; the node says so at about the same time as vLLM comes here.
             self._listen(self._wait_left)
         items: Params = collect_ec_item_metadata(request.mm_features, self._media)

@@ -28,6 +28,7 @@ class Running:
 
 class Engine:
     def __init__(self, role, seed):
+        self.role = role
         self.random = random.Random(seed)
         self.clock = Clock()
         self.node = ScriptedNode(self.clock)
@@ -171,16 +172,34 @@ class Engine:
             running.references.clear()
 
     def reset_encoder_cache(self):
-        gone = [name for name in NAMES if name in self.node.slow or name not in self.node.holds]
-        well = self.node.there and self.node.readers and not self.node.frozen and not self.node.inbox
-        for running in self.live.values():
-            placeholders = {f.identifier for f in running.request.mm_features if "pixel_values" not in f.data}
-            if running.computed and placeholders and (not well or placeholders & set(gone)):
-                # No source is left, and vLLM's copy would go too: nobody could save this request.
-                return
+        # Where no source is left, vLLM's copy is the last one, and nobody can save the request.
+        if not self.sources_are_there():
+            return
+        self.clock.now += 1.0
+        self.schedule()
+        if not self.sources_are_there():
+            return
         for kept in (self.cached, self.worker, self.freed, *(r.references for r in self.live.values())):
             kept.clear()
+        waiting = [(running, running.computed) for running in self.live.values()]
         self.schedule()
+        for running, computed in waiting:
+            if running.computed == computed:
+                # It still waits for another item, without a copy of those it had: should the node die now, too, they
+                # would be gone for good.
+                self.preempt(running)
+
+    def sources_are_there(self):
+        if not self.node.there or not self.node.readers or self.node.frozen or self.node.inbox:
+            return False
+        placeholders = {
+            (feature.identifier, feature.mm_position.length)
+            for running in self.live.values()
+            for feature in running.request.mm_features
+            if running.computed and "pixel_values" not in feature.data
+        }
+        out_of_reach = self.node.slow | (self.node.remote if self.role == "ec_producer" else set())
+        return placeholders <= {held for held in self.node.holds.items() if held[0] not in out_of_reach}
 
     # ------------------------------------------------------------ the node
 

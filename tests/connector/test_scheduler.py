@@ -231,6 +231,17 @@ def test_wrong_rows_without_media_fail_that_request_alone(harness, node):
     assert h.counted()["failed_requests"] == {"rows": 1}
 
 
+def test_what_another_request_has_encoded_meanwhile_is_not_encoded_again(harness, node):
+    h, first, second = harness("ec_both"), request("a"), request("a")
+    assert h.ensure(second)  # nobody has it; but no room for this request yet
+    h.schedule(first)
+    node.holds = {"a": 10}
+    assert h.ensure(second)
+    h.cache.clear()
+    h.end(freed=["a"])
+    assert loaded(h.schedule(second)) == ["a"]
+
+
 def test_a_lease_of_another_request_is_used_when_vllm_needs_the_item_now(harness, node):
     h, first, second = harness(), request("a"), request("a")
     assert h.ensure(first)  # missing: it would encode
@@ -301,6 +312,19 @@ def test_a_request_that_has_its_item_does_not_wait_for_a_spare_lease(harness, no
     h.schedule(r, computed=0, tokens=4)
     node.slow = {"a"}
     assert h.ensure(r, 4)
+
+
+def test_a_spare_lease_is_asked_for_again_until_there_is_one(harness, node, clock):
+    h, r = harness(), request(only_metadata("a"))
+    node.holds = {"a": 10}
+    h.schedule(r, computed=0, tokens=2)
+    node.holds = {}
+    h.schedule(r, computed=2, tokens=2)
+    node.holds = {"a": 10}
+    clock.now += 0.2
+    h.schedule(r, computed=4, tokens=2)
+    h.cache.clear()
+    assert loaded(h.schedule(r, computed=6, tokens=2)) == ["a"]
 
 
 def test_a_lease_taken_by_another_request_is_asked_for_again(harness, node):
@@ -798,6 +822,16 @@ def test_parameters_are_for_producers_and_for_media(harness, node):
         h.schedule(r)
         assert bool(h.side.request_finished(r)) is has_params
         assert h.side.request_finished(request()) is None
+
+
+def test_a_save_that_was_skipped_is_not_waited_for(harness, node, clock):
+    h, r = harness("ec_producer", inline_wait_s=0.003), request("a")
+    h.schedule(r)
+    node.inbox.append(SaveSkipped("no_window", identity_of("a")))
+    h.end()
+    before = clock.now
+    assert h.side.request_finished(r)["a"]["metadata"] == {}
+    assert clock.now == before
 
 
 def test_saves_that_were_skipped_are_counted(harness, node):
