@@ -156,6 +156,8 @@ class Wants:
 
     def _refuse_what_cannot_fit(self, waiting: Waiting) -> list[int]:
         """Indices worth trying; the others could never be in the arena together with those before them."""
+        if len(waiting.want.items) == 1:
+            return [0]  # the fetch itself finds out
         sizes: list[int] = []
         fitting: list[int] = []
         for index, item in enumerate(waiting.want.items):
