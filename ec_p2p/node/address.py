@@ -27,14 +27,6 @@ def spawn_lock_address(config: Config) -> str:
     return _abstract(f"ec-p2p/{os.getuid()}/{config.name}{config.node_socket}/spawn")
 
 
-def message_endpoint(config: Config, incarnation: bytes) -> str:
-    """ZMQ endpoint for the messages that follow the attach."""
-    if config.node_socket:
-        # Not named after the incarnation: a node that was killed leaves its file, and the next one replaces it.
-        return f"ipc://{config.node_socket}.zmq"
-    return f"ipc://@ec-p2p-{incarnation.hex()}"
-
-
 def _abstract(name: str) -> str:
     """Abstract names have a limit; what is too long is replaced by its digest, never cut: two names must stay two."""
     if len(name.encode()) > MAX_SUN_PATH - 1:

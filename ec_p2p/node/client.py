@@ -1,6 +1,6 @@
 """A process's connection to its host's node.
 
-Owns the Unix socket, the DEALER and the mapped arenas. It must never block longer than it was told to, and never
+Owns the link to the node and the mapped arenas. It must never block longer than it was told to, and never
 raise for anything that the node or the machine does: a client without a node goes on without sharing, and attaches to
 the next one. Used by one thread; it has none of its own, so an idle client costs nothing.
 """
@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import zmq
-
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.engine.arena import Arena
@@ -30,7 +28,6 @@ from ec_p2p.node.messages import (
     Encoding,
     Forget,
     FromNode,
-    Here,
     Release,
     ToNode,
     Want,
@@ -68,7 +65,6 @@ class NodeClient:
     ) -> None:
         self.config = config
         self._hello = Attach(CLIENT_PROTOCOL_VERSION, kind, instance, rank)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._link: Link | None = None
         self._arenas: dict[bytes, Arena] = {}
         self._hailed: socket.socket | None = None
@@ -164,7 +160,7 @@ class NodeClient:
                 self._adopt(self._hailed, *answer, now)
             elif now >= self._answer_until:
                 raise TimeoutError("the node does not answer")
-        except (OSError, BadFrame, ValueError, zmq.ZMQError) as error:
+        except (OSError, BadFrame, ValueError) as error:
             if self._hailed is not None:
                 self._hailed.close()
                 self._hailed = None
@@ -178,9 +174,8 @@ class NodeClient:
                 arena = Arena.attach(fd, answer.arena_bytes, answer.slab_bytes)
         finally:
             os.close(fd)
-        self._link = Link(self._context, sock, answer, now)
+        self._link = Link(sock, answer, now)
         self._hailed = None
-        self.send(Here())
         if arena is not None:
             self._keep(answer.incarnation, arena, now)
         self._stop_spawning()
@@ -263,10 +258,8 @@ class NodeClient:
         """False if there is no node, or it does not take messages."""
         if self._link is None:
             return False
-        try:
-            self._link.dealer.send(encode(message), flags=zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("the node %s does not take messages", self.node_name)
+        if not self._link.send(encode(message)):
+            logger.debug("the node %s does not take messages", self.node_name)
             return False
         return True
 
@@ -276,7 +269,7 @@ class NodeClient:
         if self._link is not None:
             self._receive(found)
             if not found and timeout_s > 0:
-                self._link.poller.poll(max(1, round(timeout_s * 1000)))
+                self._link.wait(timeout_s)
                 self._receive(found)
             if not found:
                 self._check()
@@ -287,11 +280,7 @@ class NodeClient:
 
     def _receive(self, found: list[FromNode | Detached]) -> None:
         assert self._link is not None
-        while True:
-            try:
-                frame = self._link.dealer.recv(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while (frame := self._link.receive()) is not None:
             try:
                 found.append(decode(frame, FromNode))
             except BadFrame as error:
@@ -311,4 +300,3 @@ class NodeClient:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-        self._context.term()

@@ -1,49 +1,64 @@
 """A client's attachment to a node: the handshake on the Unix socket, and the link that it results in.
 
-Owns the sockets of one attachment and the descriptor that comes with the answer. Nothing here blocks, retries or
+Owns the socket of one attachment and the descriptor that comes with the answer. Nothing here blocks, retries or
 decides: see `client`.
 """
 
 from __future__ import annotations
 
 import array
+import math
 import os
+import select
 import socket
-
-import zmq
 
 from ec_p2p.control.codec import decode, encode
 from ec_p2p.node.messages import Attach, Attached, AttachRefused
 
+_SEND_BUFFER = 1 << 20
+_MAX_FRAME = 1 << 20
+
 
 class Link:
-    """One attachment: alive until the Unix socket closes."""
+    """One attachment: a Unix socket, one message a datagram. Alive until the node's end of it closes."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], sock: socket.socket, attached: Attached, now: float
-    ) -> None:
+    def __init__(self, sock: socket.socket, attached: Attached, now: float) -> None:
         self.sock = sock
         self.attached = attached
         self.since = now
-        self.dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.dealer.linger = 0
-        self.dealer.rcvhwm = self.dealer.sndhwm = 100_000
-        self.dealer.setsockopt(zmq.IDENTITY, attached.token)
-        self.dealer.connect(attached.endpoint)
-        self.poller = zmq.Poller()
-        self.poller.register(self.dealer, zmq.POLLIN)
-        self.poller.register(sock, zmq.POLLIN)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     def alive(self) -> bool:
+        """True as long as the node is there, or something that it said has not been read."""
         try:
-            return bool(self.sock.recv(1))
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
             return True
         except OSError:
             return False
 
+    def send(self, frame: bytes) -> bool:
+        """False if the node is gone, or has not read for so long that the socket is full. Never waits."""
+        try:
+            self.sock.send(frame)
+        except OSError:
+            return False
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something to receive, or for `timeout_s`."""
+        self._poll.poll(math.ceil(timeout_s * 1000))
+
+    def receive(self) -> bytes | None:
+        """The next message; None where there is none, or there will be none."""
+        try:
+            return self.sock.recv(_MAX_FRAME) or None
+        except OSError:
+            return None
+
     def close(self) -> None:
-        self.dealer.close()
         self.sock.close()
 
 

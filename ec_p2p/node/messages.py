@@ -1,8 +1,10 @@
 """What a node and its clients say to each other on one host.
 
-Owns the attach handshake (Unix socket, SOCK_SEQPACKET, one message each way) and the messages that follow over ZMQ
-ipc (client DEALER, node ROUTER). A client is a vLLM scheduler, a vLLM worker, or a tool. Same wire rules as the
-control plane: tagged MessagePack arrays, fields only ever added at the end.
+Owns the attach handshake and the messages that follow it on the same Unix socket (SOCK_SEQPACKET, one message a
+datagram). A client is a vLLM scheduler, a vLLM worker, or a tool. Same wire rules as the control plane: tagged
+MessagePack arrays, fields only ever added at the end.
+
+Not over ZMQ: that takes each message through two more threads, and a round trip 109 us instead of 39.
 
 Offsets are bytes into the arena whose memfd the attach reply carries.
 """
@@ -18,11 +20,11 @@ from ec_p2p.control.messages import Identity, Natural
 CLIENT_PROTOCOL_VERSION = 1
 
 
-# ---------------------------------------------------------------- Unix socket
+# ---------------------------------------------------------------- handshake
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """First and only message of a client on the Unix socket, which then stays open for the client's life."""
+    """First message of a client. The socket then stays open for the client's life."""
 
     version: int
     kind: str
@@ -39,10 +41,6 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
     version: int
     incarnation: bytes
     node_name: str
-    endpoint: str
-    """ZMQ endpoint of the node's client socket."""
-    token: bytes
-    """Routing id the client must use there: it proves that the Unix socket's owner is speaking."""
     arena_bytes: int
     slab_bytes: int
     largest_entry: int
@@ -56,10 +54,6 @@ class AttachRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused")
 
 
 # ---------------------------------------------------------------- client -> node
-
-
-class Here(msgspec.Struct, frozen=True, array_like=True, tag="here"):
-    """First message of a client. Before it the node cannot reach the client, and keeps what it has to say."""
 
 
 class WantItem(msgspec.Struct, frozen=True, array_like=True):
@@ -237,17 +231,6 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection")
 
 
 ToNode = (
-    Here
-    | Want
-    | Forget
-    | Dispatched
-    | Release
-    | Encoding
-    | OpenWindow
-    | CloseWindow
-    | Commit
-    | SaveSkipped
-    | Sync
-    | Inspect
+    Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
 )
 FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection

@@ -88,14 +88,7 @@ class Node:
         resources.callback(self.arena.close)
         # The clients' address is also the lock on the node's name: taken before anything expensive.
         self._sessions = Sessions(
-            config,
-            self._context,
-            self._describe,
-            self.arena.fd,
-            self._on_message,
-            self._on_client_gone,
-            self._on_bad_frame,
-            self.incarnation,
+            config, self._describe, self.arena.fd, self._on_message, self._on_client_gone, self._on_bad_frame
         )
         resources.callback(self._sessions.close)
         self.transport = open_transport(
@@ -350,13 +343,11 @@ class Node:
         self.counters.add("bad_frames", socket=where)
         logger.debug("dropped a frame from a %s: %r", where, error.reason)
 
-    def _describe(self, token: bytes) -> Attached:
+    def _describe(self) -> Attached:
         return Attached(
             CLIENT_PROTOCOL_VERSION,
             self.incarnation,
             self.config.name,
-            self._sessions.endpoint,
-            token,
             self.arena.nbytes,
             self.arena.slab_bytes,
             self.backend.largest_entry,

@@ -1,8 +1,8 @@
 """Clients of a node: attaching, knowing that they live, talking to them.
 
-Owns the Unix listener, the attached Unix sockets and the ROUTER on which messages travel. It must never know what a
-message means: `service` decides. A session ends when its Unix socket closes, which the kernel does for every kind of
-death.
+Owns the Unix listener and the attached Unix sockets, on which everything travels, one message a datagram. It must
+never know what a message means: `service` decides. A session ends when its socket closes, which the kernel does for
+every kind of death, or when its process has ended.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import os
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.codec import BadFrame, decode, encode
-from ec_p2p.node.address import attach_address, message_endpoint
-from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, Here, ToNode
+from ec_p2p.node.address import attach_address
+from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, ToNode
 
 logger = logging.getLogger(__name__)
 
 KINDS = ("scheduler", "worker", "tool")
-_MAX_FRAME = 1 << 20
+_MAX_FRAME = 1 << 16
+"""A client's messages are short; one that is cut off here is not read as another."""
+_SEND_BUFFER = 1 << 20
 _MAX_SESSIONS = 4096
-_MAX_UNSENT = 1000
+_MAX_UNSENT = 10_000
 _HELLO_TIMEOUT_S = 5.0
 _BACKLOG = 128
 _SO_PEERGROUPS = 59
@@ -46,18 +47,18 @@ class AlreadyRunning(Exception):
 class Session:
     """One attached client. `windows` maps window ids to whatever the service keeps for them."""
 
-    __slots__ = ("attach", "pidfd", "sid", "sock", "token", "unsent", "windows")
+    __slots__ = ("attach", "fd", "pidfd", "sid", "sock", "unsent", "windows")
 
-    def __init__(self, sid: int, sock: socket.socket, attach: Attach, token: bytes, pidfd: int) -> None:
+    def __init__(self, sid: int, sock: socket.socket, attach: Attach, pidfd: int) -> None:
         self.sid = sid
         self.sock = sock
+        self.fd = sock.fileno()
         self.pidfd = pidfd
         """Readable once the process has ended: a child that it forked may keep its socket open. -1: not to be had."""
         self.attach = attach
-        self.token = token
         self.windows: dict[int, Any] = {}
-        self.unsent: list[bytes] | None = []
-        """Frames for a client that was not heard from yet: a ROUTER drops what it cannot route. None: it was."""
+        self.unsent: deque[bytes] = deque()
+        """What the client's socket had no room for."""
 
 
 class Sessions:
@@ -71,13 +72,11 @@ class Sessions:
     def __init__(
         self,
         config: Config,
-        context: zmq.Context[zmq.Socket[bytes]],
-        describe: Callable[[bytes], Attached],
+        describe: Callable[[], Attached],
         arena_fd: int,
         on_message: Callable[[Session, ToNode], None],
         on_closed: Callable[[Session], None],
         on_bad_frame: Callable[[str, BadFrame], None],
-        incarnation: bytes,
     ) -> None:
         self._describe = describe
         self._arena_fd = arena_fd
@@ -86,7 +85,6 @@ class Sessions:
         self._on_bad_frame = on_bad_frame
         self._group = _group_id(config.node_group) if config.node_group else None
         self._ids = itertools.count(1)
-        self._by_token: dict[bytes, Session] = {}
         self._by_fd: dict[int, Session] = {}
         self._by_pidfd: dict[int, Session] = {}
         self._newcomers: dict[int, tuple[socket.socket, float]] = {}
@@ -94,68 +92,67 @@ class Sessions:
         self._listener = _listen(attach_address(config), self._path)
         if self._path:
             self._open_to_group(self._path)
-        self.endpoint = message_endpoint(config, incarnation)
-        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._router.linger = 0
-        self._router.rcvhwm = self._router.sndhwm = 100_000
-        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, what cannot be sent vanishes
-        self._router.bind(self.endpoint)
-        if self._path:
-            self._open_to_group(self.endpoint.removeprefix("ipc://"))
 
     def __len__(self) -> int:
-        return len(self._by_token)
+        return len(self._by_fd)
 
     def all(self) -> list[Session]:
-        return list(self._by_token.values())
+        return list(self._by_fd.values())
 
     def workers_of(self, instance: str) -> int:
-        return sum(s.attach.kind == "worker" and s.attach.instance == instance for s in self._by_token.values())
+        return sum(s.attach.kind == "worker" and s.attach.instance == instance for s in self._by_fd.values())
 
     def schedulers_of(self, instance: str) -> list[Session]:
-        return [s for s in self._by_token.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]
+        return [s for s in self._by_fd.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]
 
     def poll_targets(self) -> list[Any]:
-        return [self._router, self._listener.fileno(), *self._by_fd, *self._by_pidfd, *self._newcomers]
+        return [self._listener.fileno(), *self._by_fd, *self._by_pidfd, *self._newcomers]
 
     def on_ready(self, target: Any) -> bool:
         """Handle a readable target. True if the set of targets changed."""
-        if target is self._router:
-            self._receive()
-            return False
         if target == self._listener.fileno():
             return self._accept()
         if target in self._newcomers:
             self._admit(self._newcomers.pop(target)[0])
             return True
         if target in self._by_pidfd:
-            self._end_heard(self._by_pidfd[target])
+            session = self._by_pidfd[target]
+            self._receive(session)  # what it had sent still counts: commits are complete entries
+            self._end(session)
             return True
         if target in self._by_fd:
-            return self._heard(self._by_fd[target])
+            session = self._by_fd[target]
+            if not self._receive(session):
+                self._end(session)
+                return True
         return False
 
     def tick(self, now: float) -> None:
-        """Let go of connections that never said hello."""
+        """Let go of connections that never said hello; try again what a socket had no room for."""
+        for session in self._by_fd.values():
+            self._flush(session)
         for fd, (sock, until) in list(self._newcomers.items()):
             if now >= until:
                 del self._newcomers[fd]
                 sock.close()
 
     def send(self, session: Session, message: FromNode) -> None:
-        frame = encode(message)
-        if session.unsent is not None:
-            if len(session.unsent) < _MAX_UNSENT:
-                session.unsent.append(frame)
+        """Never waits. A client that does not read for long loses messages, and a line in the log says so."""
+        if len(session.unsent) >= _MAX_UNSENT:
+            logger.warning("%s/%d does not read its messages; one is lost", session.attach.kind, session.sid)
             return
-        self._send(session, frame)
+        session.unsent.append(encode(message))
+        self._flush(session)
 
-    def _send(self, session: Session, frame: bytes) -> None:
-        try:
-            self._router.send_multipart([session.token, frame], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("a message to %s/%d is lost: %s", session.attach.kind, session.sid, error)
+    def _flush(self, session: Session) -> None:
+        while session.unsent:
+            try:
+                session.sock.send(session.unsent[0])
+            except BlockingIOError:
+                return
+            except OSError as error:  # gone, which the loop hears by itself, or a message too long for the socket
+                logger.debug("a message to %s/%d is not sent: %s", session.attach.kind, session.sid, error)
+            session.unsent.popleft()
 
     def close(self) -> None:
         for session in self.all():
@@ -166,10 +163,6 @@ class Sessions:
         self._listener.close()
         if self._path:
             _unlink(self._path)
-        if not self._router.closed:
-            self._router.close()
-            if self.endpoint.startswith("ipc:///"):
-                _unlink(self.endpoint.removeprefix("ipc://"))
 
     # -------------------------------------------------------- inside
 
@@ -179,27 +172,27 @@ class Sessions:
             os.chown(path, -1, self._group)
         os.chmod(path, 0o600 if self._group is None else 0o660)
 
-    def _receive(self) -> None:
+    def _receive(self, session: Session) -> bool:
+        """Take in what a client has said. False once it is gone."""
         # Bounded, so that one talkative client cannot keep the loop from transfers and peers.
         for _ in range(256):
             try:
-                frames = self._router.recv_multipart(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            session = self._by_token.get(frames[0])
+                frame = session.sock.recv(_MAX_FRAME)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                continue  # it left with messages unread; what it had sent can still be read
+            except OSError:
+                return False
+            if not frame:
+                return False
             try:
-                if session is None or len(frames) != 2:
-                    raise BadFrame("not from an attached client")
-                message: ToNode = decode(frames[1], ToNode)
+                message: ToNode = decode(frame, ToNode)
             except BadFrame as error:
                 self._on_bad_frame("client", error)
                 continue
-            if session.unsent is not None:
-                unsent, session.unsent = session.unsent, None
-                for frame in unsent:
-                    self._send(session, frame)
-            if not isinstance(message, Here):
-                self._on_message(session, message)
+            self._on_message(session, message)
+        return True
 
     def _accept(self) -> bool:
         try:
@@ -207,7 +200,7 @@ class Sessions:
         except OSError:
             return False
         sock.setblocking(False)
-        if len(self._by_token) + len(self._newcomers) >= _MAX_SESSIONS or not self._trusted(sock):
+        if len(self._by_fd) + len(self._newcomers) >= _MAX_SESSIONS or not self._trusted(sock):
             sock.close()
             return False
         self._newcomers[sock.fileno()] = (sock, time.monotonic() + _HELLO_TIMEOUT_S)
@@ -244,39 +237,21 @@ class Sessions:
                 sock.send(encode(AttachRefused(refusal)))
                 sock.close()
                 return
-            token = b"\x01" + os.urandom(15)  # ZMQ keeps routing ids that start with zero for itself
-            socket.send_fds(sock, [encode(self._describe(token))], [self._arena_fd])
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            socket.send_fds(sock, [encode(self._describe())], [self._arena_fd])
         except OSError as error:
             logger.warning("a client went away while attaching: %s", error)
             sock.close()
             return
-        session = Session(next(self._ids), sock, attach, token, _pidfd(sock))
-        self._by_token[token] = session
-        self._by_fd[sock.fileno()] = session
+        session = Session(next(self._ids), sock, attach, _pidfd(sock))
+        self._by_fd[session.fd] = session
         if session.pidfd >= 0:
             self._by_pidfd[session.pidfd] = session
         logger.info("attached: %s %s rank %d", attach.kind, attach.instance, attach.rank)
 
-    def _heard(self, session: Session) -> bool:
-        """After attaching, a client says nothing on its Unix socket: readable means that it is gone."""
-        try:
-            if session.sock.recv(4096):
-                return False
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass  # a reset is a death like any other
-        self._end_heard(session)
-        return True
-
-    def _end_heard(self, session: Session) -> None:
-        self._receive()  # what has arrived from it still counts: commits are complete entries
-        self._end(session)
-
     def _end(self, session: Session) -> None:
-        if self._by_token.pop(session.token, None) is None:
+        if self._by_fd.pop(session.fd, None) is None:
             return
-        self._by_fd.pop(session.sock.fileno(), None)
         session.sock.close()
         if session.pidfd >= 0:
             del self._by_pidfd[session.pidfd]
