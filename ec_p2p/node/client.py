@@ -267,6 +267,7 @@ class NodeClient:
         """Everything that has arrived, after waiting at most `timeout_s` for the first."""
         found: list[FromNode | Detached] = []
         if self._link is not None:
+            self._link.flush()
             self._receive(found)
             if not found and timeout_s > 0:
                 self._link.wait(timeout_s)

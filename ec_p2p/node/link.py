@@ -11,12 +11,14 @@ import math
 import os
 import select
 import socket
+from collections import deque
 
 from ec_p2p.control.codec import decode, encode
 from ec_p2p.node.messages import Attach, Attached, AttachRefused
 
 _SEND_BUFFER = 1 << 20
 _MAX_FRAME = 1 << 20
+_MAX_UNSENT = 10_000
 
 
 class Link:
@@ -27,6 +29,7 @@ class Link:
         self.attached = attached
         self.since = now
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._unsent: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -40,11 +43,23 @@ class Link:
             return False
 
     def send(self, frame: bytes) -> bool:
-        """False if the node is gone, or has not read for so long that the socket is full. Never waits."""
-        try:
-            self.sock.send(frame)
-        except OSError:
+        """False if the node is gone, or has not read for long. Never waits: what the socket has no room for goes with
+        the next call, in order, for a release that is lost would pin memory."""
+        if not self.flush() or len(self._unsent) >= _MAX_UNSENT:
             return False
+        self._unsent.append(frame)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what was left over. False if the node is gone."""
+        while self._unsent:
+            try:
+                self.sock.send(self._unsent[0])
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            self._unsent.popleft()
         return True
 
     def wait(self, timeout_s: float) -> None:

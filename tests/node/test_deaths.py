@@ -129,6 +129,17 @@ def test_a_frozen_holder_costs_a_deadline_not_the_reader(zmq_fleet):
     until(landed, "the thawed holder to be readable again")
 
 
+def test_a_frozen_node_loses_nothing_of_what_it_was_told(zmq_fleet):
+    """More than its socket holds: releases that were lost would pin memory for good."""
+    ((node, client),) = zmq_fleet.connected("a")
+    client.store(A, b"x" * 128)
+    answers = [client.want(A)[0] for _ in range(2000)]
+    node.freeze()
+    client.release(*answers)
+    node.thaw()
+    until(lambda: gauges(client)["leases"] == 0, "every release to arrive")
+
+
 def test_a_node_that_restarts_is_a_new_incarnation(fleet):
     (old, holder), (_, reader) = fleet.connected("a", "b")
     holder.store(A, os.urandom(4096))
