@@ -58,7 +58,6 @@ class DirectoryLinks:
         self._try_at = 0.0
         self._unreached_since: float | None = None
         self._complained = False
-        self._endpoints = config.directories
         self._pending = True
         self._due = 0.0
         self._host_if_nobody_does(0.0)
@@ -125,7 +124,8 @@ class DirectoryLinks:
             self._unreached_since = now
         elif not self._complained and now - self._unreached_since > self._config.node_timeout_s:
             self._complained = True
-            logger.warning("no directory answers at %s: nothing is shared with others", ", ".join(self._endpoints))
+            endpoints = ", ".join(self._config.directories)
+            logger.warning("no directory answers at %s: nothing is shared with others", endpoints)
 
     # -------------------------------------------------------- hosting
 

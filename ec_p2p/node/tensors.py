@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ec_p2p.engine.arena import PAGE
+from ec_p2p.engine.extents import whole_pages
 from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
 from ec_p2p.node.client import Detached, NodeClient
 from ec_p2p.node.messages import (
@@ -27,7 +29,6 @@ from ec_p2p.node.messages import (
 
 logger = logging.getLogger(__name__)
 
-_ALIGN = 4096
 _WINDOW_WAIT_S = 0.2
 _RETRY_S = 0.5
 _SILENCE_S = 5.0
@@ -189,7 +190,7 @@ class Saver:
         """What is configured, but never so much that a few workers' windows leave no room for entries."""
         attached = self._client.attached
         if attached is None:
-            return _ALIGN
+            return PAGE
         return min(self._client.config.window_size, attached.arena_bytes // 8, attached.largest_entry)
 
 
@@ -212,5 +213,5 @@ class _WriteWindow:
         """Offset of `nbytes` that nobody else gets; a zero-byte entry takes a page, for it needs an extent of its
         own."""
         offset = self._next
-        self._next += max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        self._next += whole_pages(nbytes)
         return offset

@@ -129,8 +129,7 @@ class Client:
         until(landed, f"entry {identity.hex()[:8]} to land")
 
     def bytes_of(self, landed):
-        arena = self.node.arena(self.node.incarnation)
-        return bytes(arena.buffer[landed.offset : landed.offset + landed.nbytes])
+        return self.bytes_of_old(self.node.incarnation, landed)
 
     def bytes_of_old(self, incarnation, landed):
         arena = self.node.arena(incarnation)
