@@ -24,6 +24,9 @@ TOPIC = b"ec"
 MAX_CHANGES = 4096
 """Most adverts, and most withdrawals, in one message: keeps the largest legal message under the codec's frame limit."""
 
+MAX_STAGED = 256
+"""Most entries in one stage request."""
+
 Identity = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Incarnation = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Epoch = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -222,7 +225,21 @@ class Card(msgspec.Struct, frozen=True, array_like=True, tag="card"):
     blob: bytes
 
 
+class StageRequest(msgspec.Struct, frozen=True, array_like=True, tag="stage?"):
+    """A peer wants to read entries that this node advertises as on disk only: bring them into the arena."""
+
+    version: Natural
+    identities: Annotated[list[Identity], msgspec.Meta(max_length=MAX_STAGED)]
+
+
+class StageAnswer(msgspec.Struct, frozen=True, array_like=True, tag="stage"):
+    """One entry of a stage request: where it is by now, or None when it cannot be brought. One answer per identity."""
+
+    identity: Identity
+    advert: Advert | None
+
+
 ToDirectory = Hello | Announce | Heartbeat | Goodbye | SnapshotRequest
 FromDirectory = Welcome | HelloAgain | Refused | SnapshotChunk
-ToPeer = CardRequest
-FromPeer = Card | Refused
+ToPeer = CardRequest | StageRequest
+FromPeer = Card | Refused | StageAnswer

@@ -67,9 +67,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_level: str = "INFO"
 
     # the engine
+    local_cpu: bool = True
+    """The first tier is always on; here because LMCache has a setting of this name."""
     max_local_cpu_size: int = GIB
     slab_size: int = 256 << 20
     """The arena grows, and is registered for RDMA, in steps of this size; no entry can be larger."""
+    cache_policy: str = "LRU"
+    """Which entry a full tier gives up first: 'LRU', or 'GDSF', which weighs use against size."""
+    local_disk: str = ""
+    """Folder of the disk tier, which other nodes may share. Empty: none."""
+    max_local_disk_size: int = 64 * GIB
+    """Bytes of files that the folder may hold, those of other nodes included."""
+    disk_queue_size: int = 256 << 20
+    """Bytes that may wait to be written; what is stored while the queue is full stays in memory only."""
+    disk_fsync: bool = False
+    """Flush each file to the device before it counts. Without it, a power cut may cost entries, never their truth."""
 
     # the data plane
     transport: str = "auto"
@@ -120,8 +132,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.node_name or socket.gethostname()
 
 
-_SIZES = {"max_local_cpu_size": GIB, "slab_size": 1, "window_size": 1}
+_SIZES = {"max_local_cpu_size": GIB, "max_local_disk_size": GIB, "slab_size": 1, "window_size": 1, "disk_queue_size": 1}
 _CHOICES = {
+    "cache_policy": ("LRU", "GDSF"),
     "transport": ("auto", "nixl", "zmq"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }

@@ -18,6 +18,10 @@ class EvictionPolicy(Protocol):
         """A new entry of `nbytes`."""
         ...
 
+    def restored(self, identity: bytes, nbytes: int) -> None:
+        """An entry of an earlier life, not used in this one: of less worth than all that is known already."""
+        ...
+
     def touched(self, identity: bytes) -> None:
         """The entry was used."""
         ...
@@ -40,6 +44,10 @@ class LRU:
 
     def added(self, identity: bytes, nbytes: int) -> None:
         self._order[identity] = None
+
+    def restored(self, identity: bytes, nbytes: int) -> None:
+        self._order[identity] = None
+        self._order.move_to_end(identity, last=False)
 
     def touched(self, identity: bytes) -> None:
         self._order.move_to_end(identity)

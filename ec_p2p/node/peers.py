@@ -160,6 +160,8 @@ class Peers:
                 if len(frames) != 2:
                     raise BadFrame(f"{len(frames)} frames in one message, accepted: 2")
                 message: ToPeer = decode(frames[1], ToPeer)
+                if not isinstance(message, CardRequest):
+                    raise BadFrame("a stage request, and nothing is staged here")
             except BadFrame as error:
                 self._on_bad_frame("peer", error)
                 continue
@@ -184,7 +186,11 @@ class Peers:
             if isinstance(answer, Refused):
                 logger.warning("node %s refused: %s", peer.info.name, answer.reason)
                 continue
-            if answer.version != PROTOCOL_VERSION or answer.incarnation != peer.info.incarnation:
+            if (
+                not isinstance(answer, Card)
+                or answer.version != PROTOCOL_VERSION
+                or answer.incarnation != peer.info.incarnation
+            ):
                 continue  # somebody else answers at that address by now; the directory will say so
             if answer.transport != self._transport.kind:
                 logger.warning(

@@ -12,7 +12,9 @@ def test_lru_gives_up_the_least_recently_used_first() -> None:
         policy.added(identity, 1)
     policy.touched(b"a")
     policy.removed(b"b")
-    assert list(policy.victims()) == [b"c", b"a"]
+    policy.restored(b"d", 1)
+    policy.restored(b"e", 1)
+    assert list(policy.victims()) == [b"e", b"d", b"c", b"a"]
 
 
 @settings(deadline=None)
