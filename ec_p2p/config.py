@@ -1,127 +1,110 @@
 """The one typed configuration of a node and of its clients.
 
-Owns names, defaults, units and the check of every value. It is built from vLLM's `ec_connector_extra_config` (plus
-`ec_ip` and `ec_port`), from the command line, or from plain keyword arguments in tests; an unknown name or a bad
-value is an error that names the key, the value and what is accepted.
+Owns names, defaults, kinds and the check of every value; an unknown name or a bad value is an error that names the key,
+the value and what is accepted. Where the values come from (a file, the environment, vLLM, a command line) is the
+business of config_sources.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-GIB = 1 << 30
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+from ec_p2p.config_kinds import GIB, KIB, Endpoints, Folder, Kind, Port, Seconds, Size, Switch, Text, Word
 
 
 class ConfigError(ValueError):
     """A setting is unknown or has a value that cannot be used."""
 
-
-def parse_size(key: str, value: object, *, bare_unit: int) -> int:
-    """Bytes from a number in `bare_unit` (LMCache gives GiB) or from text such as '512MiB'."""
-    accepted = f"accepted: a positive number of {'GiB' if bare_unit == GIB else 'bytes'}, or text like '512MiB'"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f"{key}={value!r} is not a size; {accepted}")
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        unit = match and match[2].upper()
-        if not match or unit not in _UNITS:
-            raise ConfigError(f"{key}={value!r} is not a size; {accepted}")
-        nbytes = float(match[1]) * (_UNITS[unit] if unit else bare_unit)
-    else:
-        nbytes = value * bare_unit
-    if not 0 < nbytes < 1 << 60:
-        raise ConfigError(f"{key}={value!r} is out of range; {accepted}")
-    return int(nbytes)
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
+        """The settings that contradict each other, if that is what is wrong."""
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every setting, with its default. Sizes are bytes, times are seconds."""
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting, with its kind and its default. Sizes are bytes, times are seconds."""
 
     # the host's node
-    node_name: str = ""
+    node_name: Annotated[str, Text(longest=200)] = ""
     """Name of the node this process belongs to. Empty: the host name. Several names on one host make several nodes."""
-    node_socket: str = ""
+    node_socket: Annotated[str, Text(longest=100)] = ""
     """Path of the node's Unix socket, for containers that share a folder but no network namespace. Empty: an abstract
     socket named after the user and `node_name`."""
-    node_group: str = ""
+    node_group: Annotated[str, Text()] = ""
     """Members of this Unix group may attach, besides the node's own user and root. Needs `node_socket`."""
-    spawn_node: bool = True
+    spawn_node: Annotated[bool, Switch()] = True
     """Start the host's node when there is none."""
-    grace_s: float = 60.0
+    grace_s: Annotated[float, Seconds(or_zero=True)] = 60.0
     """A spawned node leaves this long after its last client."""
-    metrics_port: int = 0
+    metrics_port: Annotated[int, Port(least=-1)] = 0
     """Port of the node's /metrics. 0: any free port of the loopback, told to the clients; -1: none."""
-    metrics_host: str = "127.0.0.1"
-    log_file: str = ""
+    metrics_host: Annotated[str, Text()] = "127.0.0.1"
+    log_file: Annotated[str, Text()] = ""
     """Where a spawned node writes its log, anew at each start. Empty: a file named after the user and the node in the
     folder for temporary files."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, Word(("DEBUG", "INFO", "WARNING", "ERROR"))] = "INFO"
 
     # the engine
-    local_cpu: bool = True
+    local_cpu: Annotated[bool, Switch()] = True
     """The first tier is always on; here because LMCache has a setting of this name."""
-    max_local_cpu_size: int = GIB
-    slab_size: int = 256 << 20
+    max_local_cpu_size: Annotated[int, Size(bare_unit=GIB, least=64 * KIB)] = GIB
+    slab_size: Annotated[int, Size(least=64 * KIB)] = 256 << 20
     """The arena grows, and is registered for RDMA, in steps of this size; no entry can be larger."""
-    cache_policy: str = "LRU"
+    cache_policy: Annotated[str, Word(("LRU", "GDSF"))] = "LRU"
     """Which entry a full tier gives up first: 'LRU', or 'GDSF', which weighs use against size."""
-    local_disk: str = ""
+    local_disk: Annotated[str, Folder()] = ""
     """Folder of the disk tier, which other nodes may share. Empty: none."""
-    max_local_disk_size: int = 64 * GIB
+    max_local_disk_size: Annotated[int, Size(bare_unit=GIB)] = 64 * GIB
     """Bytes of files that the folder may hold, those of other nodes included."""
-    disk_queue_size: int = 256 << 20
+    disk_queue_size: Annotated[int, Size()] = 256 << 20
     """Bytes that may wait to be written; what is stored while the queue is full stays in memory only."""
-    disk_fsync: bool = False
+    disk_fsync: Annotated[bool, Switch()] = False
     """Flush each file to the device before it counts. Without it, a power cut may cost entries, never their truth."""
 
     # the data plane
-    transport: str = "auto"
+    transport: Annotated[str, Word(("auto", "nixl", "zmq"))] = "auto"
     """'nixl', 'zmq', or 'auto': NIXL where it can be imported."""
-    fetch_timeout_s: float = 5.0
+    fetch_timeout_s: Annotated[float, Seconds()] = 5.0
     """A request waits this long for its entries, then encodes locally or fails alone."""
-    read_timeout_s: float = 2.0
+    read_timeout_s: Annotated[float, Seconds()] = 2.0
     """One READ from one holder may take this long; then the next holder is tried."""
-    expect_s: float = 1.0
+    expect_s: Annotated[float, Seconds(or_zero=True)] = 1.0
     """An entry that a hint promises, or that someone is encoding, is waited for this long before it is advertised."""
-    inline_wait_s: float = 0.003
+    inline_wait_s: Annotated[float, Seconds(or_zero=True)] = 0.003
     """The scheduler may wait this long inside one step for entries that are about to land."""
-    share_fetched: bool = True
+    share_fetched: Annotated[bool, Switch()] = True
     """Advertise fetched entries too, so that popular ones have several holders."""
 
     # the control plane
-    directory: tuple[str, ...] = ()
+    directory: Annotated[tuple[str, ...], Endpoints()] = ()
     """ZMQ endpoints of the directories. Empty: the one at ec_ip:ec_port."""
-    embedded_directory: bool = True
+    embedded_directory: Annotated[bool, Switch()] = True
     """The node on the host `ec_ip` hosts the directory when nobody else does."""
-    directory_pub_port: int = 0
+    directory_pub_port: Annotated[int, Port()] = 0
     """PUB port of an embedded directory. 0: ec_port + 1."""
-    bind_host: str = ""
+    bind_host: Annotated[str, Text()] = ""
     """Address the node's sockets bind to. Empty: the loopback if `advertise_host` is a loopback address, else all."""
-    advertise_host: str = ""
+    advertise_host: Annotated[str, Text()] = ""
     """Address that peers dial. Empty: the address from which this host reaches the (first) directory."""
-    peer_port: int = 0
+    peer_port: Annotated[int, Port()] = 0
     """Port on which peers ask for the card. 0: any free port."""
-    heartbeat_s: float = 1.0
-    node_timeout_s: float = 4.0
+    heartbeat_s: Annotated[float, Seconds()] = 1.0
+    node_timeout_s: Annotated[float, Seconds()] = 4.0
 
     # the connector
-    namespace: str = ""
+    namespace: Annotated[str, Text()] = ""
     """Overrides the computed namespace; change it when weights are replaced in place."""
-    window_size: int = 64 << 20
+    window_size: Annotated[int, Size()] = 64 << 20
     """Stretch of the arena that a worker holds for its next saves."""
 
     # from vLLM
-    ec_ip: str = "127.0.0.1"
-    ec_port: int = 14579
+    ec_ip: Annotated[str, Text()] = "127.0.0.1"
+    ec_port: Annotated[int, Port(least=1)] = 14579
 
     @property
     def directories(self) -> tuple[str, ...]:
@@ -132,18 +115,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.node_name or socket.gethostname()
 
 
-_SIZES = {"max_local_cpu_size": GIB, "max_local_disk_size": GIB, "slab_size": 1, "window_size": 1, "disk_queue_size": 1}
-_CHOICES = {
-    "cache_policy": ("LRU", "GDSF"),
-    "transport": ("auto", "nixl", "zmq"),
-    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+DEFAULTS = Config()
+KINDS: dict[str, Kind] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Config, include_extras=True).items()
 }
-_POSITIVE = ("fetch_timeout_s", "read_timeout_s", "heartbeat_s", "node_timeout_s")
-_NOT_NEGATIVE = ("grace_s", "expect_s", "inline_wait_s")
-_SMALLEST = 64 << 10
-_LENGTHS = {"node_name": 200, "node_socket": 100}
-"""The directory takes names up to 255 bytes; a socket's path has 107, of which the second one needs some."""
-_PORTS = {"peer_port": 0, "directory_pub_port": 0, "metrics_port": -1, "ec_port": 1}
 
 
 def make_config(settings: Mapping[str, Any]) -> Config:
@@ -151,58 +126,56 @@ def make_config(settings: Mapping[str, Any]) -> Config:
 
     Raises ConfigError naming the key, the value and what is accepted.
     """
-    known = Config.__struct_fields__
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown setting {key!r} (value {value!r}); the nearest known one is {near[0]!r}")
-        if key in _SIZES:
-            value = parse_size(key, value, bare_unit=_SIZES[key])
-        elif key == "directory" and isinstance(value, str):
-            value = (value,)
-        values[key] = value
-    try:
-        config = msgspec.convert(values, Config)
-    except msgspec.ValidationError as error:
-        key = str(error).rpartition("$.")[2].rstrip("`").partition("[")[0]
-        raise ConfigError(f"{key}={values.get(key)!r} has the wrong type: {error}") from None
-    for key, choices in _CHOICES.items():
-        if getattr(config, key) not in choices:
-            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: {', '.join(choices)}")
-    for key in _POSITIVE:
-        if not 0 < getattr(config, key) < float("inf"):
-            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: a positive number of seconds")
-    for key in _NOT_NEGATIVE:
-        if not 0 <= getattr(config, key) < float("inf"):
-            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: a number of seconds, 0 or more")
-    for key, low in _PORTS.items():
-        if not low <= getattr(config, key) < 65536:
-            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: a port number from {low} to 65535")
-    for endpoint in config.directory:
-        if not re.fullmatch(r"tcp://[^/]+:\d+", endpoint):
-            raise ConfigError(f"directory={endpoint!r} is not an endpoint; accepted: text like 'tcp://host:14579'")
-    for key in ("max_local_cpu_size", "slab_size"):
-        if getattr(config, key) < _SMALLEST:
-            raise ConfigError(f"{key}={getattr(config, key)!r} bytes; accepted: {_SMALLEST} bytes or more")
-    for key, longest in _LENGTHS.items():
-        if len(getattr(config, key).encode()) > longest:
-            raise ConfigError(f"{key}={getattr(config, key)!r}; accepted: at most {longest} bytes")
+    values = {}
+    for name, value in settings.items():
+        if name not in KINDS:
+            raise unknown_setting(name, value)
+        values[name] = check_value(name, value)
+    values.pop("local_cpu", None)  # on, whatever is asked for
+    config = Config(**values)
     if config.node_group and not config.node_socket:
         raise ConfigError(
             f"node_group={config.node_group!r} without node_socket; accepted: both, since the abstract socket that "
-            "stands for an empty node_socket belongs to one user"
+            "stands for an empty node_socket belongs to one user",
+            ("node_group", "node_socket"),
         )
     if config.node_timeout_s <= config.heartbeat_s:
         raise ConfigError(
-            f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})"
+            f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})",
+            ("node_timeout_s", "heartbeat_s"),
         )
     return config
+
+
+def check_value(name: str, value: object) -> Any:
+    """`value` as the configuration holds it. Raises ConfigError naming the key, the value and what is accepted."""
+    return _check(name, value, KINDS[name])
+
+
+def parse_size(key: str, value: object, *, bare_unit: int) -> int:
+    """Bytes from a number in `bare_unit` (LMCache gives GiB) or from text such as '512MiB'."""
+    nbytes: int = _check(key, value, Size(bare_unit=bare_unit))
+    return nbytes
+
+
+def _check(key: str, value: object, kind: Kind) -> Any:
+    try:
+        return kind.check(value)
+    except ValueError:
+        raise ConfigError(f"{key}={value!r}; accepted: {kind.accepted}") from None
+
+
+def unknown_setting(key: str, value: object) -> ConfigError:
+    return ConfigError(f"unknown setting {key!r} (value {value!r}); the nearest known one is {nearest(key)!r}")
+
+
+def nearest(key: str) -> str:
+    """The setting whose name resembles `key` most."""
+    return difflib.get_close_matches(str(key).lower(), KINDS, n=1, cutoff=0.0)[0]
 
 
 def as_settings(config: Config) -> dict[str, Any]:
     """What an operator would have written: the settings that differ from the defaults, such that `make_config` of them
     gives `config` again."""
-    default = Config()
-    values = {key: value for key, value in msgspec.structs.asdict(config).items() if value != getattr(default, key)}
-    return {key: f"{value}B" if key in _SIZES else value for key, value in values.items()}
+    values = {name: value for name, value in msgspec.structs.asdict(config).items() if value != getattr(DEFAULTS, name)}
+    return {name: f"{value}B" if isinstance(KINDS[name], Size) else value for name, value in values.items()}

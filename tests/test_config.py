@@ -1,8 +1,12 @@
 import json
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ec_p2p.config import GIB, Config, ConfigError, as_settings, make_config, parse_size
+from ec_p2p.config import KINDS, Config, ConfigError, as_settings, check_value, make_config, parse_size
+from ec_p2p.config_kinds import GIB, Size, readable_size
 
 
 def test_nothing_set_gives_the_defaults():
@@ -17,7 +21,15 @@ def test_an_unknown_setting_is_refused_and_names_the_nearest_known_one():
 
 @pytest.mark.parametrize(
     ("value", "nbytes"),
-    [(1, GIB), (0.5, GIB // 2), ("2", 2 * GIB), ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("65536B", 65536)],
+    [
+        ("9007199254740993B", (1 << 53) + 1),
+        (1, GIB),
+        (0.5, GIB // 2),
+        ("2", 2 * GIB),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        ("65536B", 65536),
+    ],
 )
 def test_arena_sizes_are_gib_or_carry_a_unit(value, nbytes):
     assert make_config({"max_local_cpu_size": value}).max_local_cpu_size == nbytes
@@ -61,17 +73,67 @@ def test_a_bad_size_names_the_key_the_value_and_what_is_accepted(value):
         ("slab_size", 4096),
         ("directory", "ipc://directory"),
         ("directory", "tcp://host"),
+        ("directory", "tcp://host:65536"),
+        ("directory", "tcp://a:1 tcp://b:2"),
+        ("directory", {}),
+        ("local_cpu", "off"),
+        ("local_disk", "cache"),
+        ("local_disk", "./cache"),
+        ("local_disk", "file://cache"),
+        ("local_disk", "file://"),
+        ("local_disk", "~nobody-of-this-name/cache"),
+        ("local_disk", "/a,/b"),
+        ("local_disk", 5),
+        ("max_local_disk_size", "lots"),
+        ("max_local_disk_size", 0),
+        ("cache_policy", "LFU"),
+        ("cache_policy", None),
+        ("disk_queue_size", 0),
+        ("disk_queue_size", 0.5),
+        ("disk_fsync", "yes"),
+        ("metrics_port", -2),
+        ("peer_port", "1"),
+        ("peer_port", True),
+        ("grace_s", True),
+        ("grace_s", 10**400),
+        ("namespace", "a\0b"),
+        ("namespace", "\ud800"),
     ],
 )
-def test_a_bad_value_names_its_key(key, value):
-    with pytest.raises(ConfigError, match=key):
+def test_a_bad_value_names_its_key_itself_and_what_is_accepted(key, value):
+    with pytest.raises(ConfigError, match=rf"^{key}={re.escape(repr(value))}.*accepted: .+"):
         make_config({key: value})
+
+
+def test_every_default_is_a_value_that_is_accepted():
+    for name, kind in KINDS.items():
+        default = getattr(Config(), name)
+        assert check_value(name, f"{default}B" if isinstance(kind, Size) else default) == default
+
+
+@pytest.mark.parametrize("value", ["gdsf", "Gdsf", "GDSF"])
+def test_words_may_be_written_in_either_case(value):
+    assert make_config({"cache_policy": value}).cache_policy == "GDSF"
+
+
+def test_the_first_tier_is_always_on():
+    assert make_config({"local_cpu": False}).local_cpu is True
+
+
+@pytest.mark.parametrize(
+    ("value", "folder"),
+    [("", ""), ("/var/cache/ec", "/var/cache/ec"), ("file:///mnt/ec/", "/mnt/ec/"), ("~/ec", "/home/somebody/ec")],
+)
+def test_the_folder_of_the_disk_tier(monkeypatch, value, folder):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert make_config({"local_disk": value}).local_disk == folder
 
 
 def test_one_directory_or_several():
     assert make_config({"ec_ip": "10.0.0.1", "ec_port": 5}).directories == ("tcp://10.0.0.1:5",)
     assert make_config({"directory": "tcp://a:1"}).directories == ("tcp://a:1",)
     assert make_config({"directory": ["tcp://a:1", "tcp://b:2"]}).directories == ("tcp://a:1", "tcp://b:2")
+    assert make_config({"directory": "tcp://a:1, tcp://b:2"}).directories == ("tcp://a:1", "tcp://b:2")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +141,23 @@ def test_one_directory_or_several():
     [
         {},
         {"node_name": "host1", "max_local_cpu_size": 0.25, "slab_size": "64MiB", "window_size": 4096},
+        {"local_disk": "/var/cache/ec", "max_local_disk_size": 5, "cache_policy": "GDSF", "disk_fsync": True},
         {"directory": ["tcp://a:1", "tcp://b:2"], "ec_port": 99, "share_fetched": False, "expect_s": 0},
     ],
 )
 def test_a_configuration_survives_being_written_down(settings):
     config = make_config(settings)
     assert make_config(json.loads(json.dumps(as_settings(config)))) == config
+
+
+@given(st.integers(1, (1 << 60) - 1))
+def test_a_readable_size_is_read_as_the_same_size(nbytes):
+    text = readable_size(nbytes)
+    assert Size().check(text) == Size(bare_unit=GIB).check(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(GIB, "1GiB"), (3 << 19, "1536KiB"), (65537, "65537B"), (5 << 40, "5TiB")]
+)
+def test_a_readable_size_has_the_largest_unit_that_fits(nbytes, text):
+    assert readable_size(nbytes) == text

@@ -1,0 +1,191 @@
+"""The kinds of values that settings have.
+
+Owns what each kind accepts and how text (an environment variable) is read as it; both raise a plain ValueError, to
+which whoever knows the setting's name adds name and value. Knows no setting, and looks at nothing outside: a folder or
+an address that is well formed need not exist.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import msgspec
+
+KIB, GIB = 1 << 10, 1 << 30
+
+_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_ENDPOINT = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_LONGEST_S = 10**9
+"""Decades, and still far from what timers can count."""
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What a setting accepts, in words and as a check."""
+
+    @property
+    def accepted(self) -> str:
+        raise NotImplementedError
+
+    def check(self, value: object) -> Any:
+        """`value` as the configuration holds it. Raises ValueError if it is not accepted."""
+        raise NotImplementedError
+
+    def read(self, text: str) -> object:
+        """The value that `text` stands for, not checked yet. Raises ValueError if it stands for none."""
+        return text
+
+
+class Switch(Kind, frozen=True):
+    @property
+    def accepted(self) -> str:
+        return "true or false"
+
+    def check(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+    def read(self, text: str) -> object:
+        word = text.strip().casefold()
+        if word not in _WORDS:
+            raise ValueError
+        return _WORDS[word]
+
+
+class Size(Kind, frozen=True):
+    """Bytes."""
+
+    bare_unit: int = 1
+    """What a number without a unit counts: bytes, or GiB as in LMCache."""
+    least: int = 1
+
+    @property
+    def accepted(self) -> str:
+        bare = "GiB" if self.bare_unit == GIB else "bytes"
+        least = f", at least {readable_size(self.least)}" if self.least > 1 else ""
+        return f"a positive number of {bare}, or text like '512MiB'{least}"
+
+    def check(self, value: object) -> int:
+        if isinstance(value, str):
+            match = _SIZE.fullmatch(value)
+            unit = match and match[2].upper()
+            if not match or (unit and unit not in _UNITS):
+                raise ValueError
+            number = float(match[1]) if "." in match[1] else int(match[1])  # whole ones stay exact
+            nbytes = number * (_UNITS[unit] if unit else self.bare_unit)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            nbytes = value * self.bare_unit
+        else:
+            raise ValueError
+        if not self.least <= nbytes < 1 << 60:
+            raise ValueError
+        return int(nbytes)
+
+
+class Seconds(Kind, frozen=True):
+    or_zero: bool = False
+
+    @property
+    def accepted(self) -> str:
+        return f"a number of seconds {'from 0' if self.or_zero else 'above 0'} up to {_LONGEST_S}"
+
+    def check(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
+            raise ValueError
+        if not value and not self.or_zero:
+            raise ValueError
+        return float(value)
+
+    def read(self, text: str) -> object:
+        return float(text)
+
+
+class Port(Kind, frozen=True):
+    least: int = 0
+
+    @property
+    def accepted(self) -> str:
+        return f"a port number from {self.least} to 65535"
+
+    def check(self, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value < 65536:
+            raise ValueError
+        return value
+
+    def read(self, text: str) -> object:
+        return int(text)
+
+
+class Word(Kind, frozen=True):
+    """One of a few words, in upper or lower case."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def accepted(self) -> str:
+        return ", ".join(self.choices)
+
+    def check(self, value: object) -> str:
+        for choice in self.choices:
+            if isinstance(value, str) and value.casefold() == choice.casefold():
+                return choice
+        raise ValueError
+
+
+class Text(Kind, frozen=True):
+    longest: int = 4096
+
+    @property
+    def accepted(self) -> str:
+        return f"text of at most {self.longest} bytes"
+
+    def check(self, value: object) -> str:
+        if not isinstance(value, str) or len(value.encode()) > self.longest or "\0" in value:
+            raise ValueError
+        return value
+
+
+class Folder(Kind, frozen=True):
+    """The absolute path of a folder, or '' for none."""
+
+    @property
+    def accepted(self) -> str:
+        return "the absolute path of one folder, such as '/var/cache/ec', '~/ec' or 'file:///var/cache/ec'"
+
+    def check(self, value: object) -> str:
+        # A comma separates several folders in LMCache, of which there is one here.
+        if not isinstance(value, str) or "," in value or "\0" in value:
+            raise ValueError
+        path = os.path.expanduser(value.removeprefix("file://"))
+        if value and not os.path.isabs(path):
+            raise ValueError
+        return path
+
+
+class Endpoints(Kind, frozen=True):
+    """ZMQ endpoints: a list, or text with commas between."""
+
+    @property
+    def accepted(self) -> str:
+        return "text like 'tcp://host:14579', one or several"
+
+    def check(self, value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = [endpoint.strip() for endpoint in value.split(",")]
+        if not isinstance(value, list | tuple):
+            raise ValueError
+        for endpoint in value:
+            match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+            if not match or not 0 < int(match[1]) < 65536:
+                raise ValueError
+        return tuple(value)
+
+
+def readable_size(nbytes: int) -> str:
+    """Exactly `nbytes`, in the largest unit that divides them: text that `Size` reads again."""
+    unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
+    return f"{nbytes // _UNITS[unit]}{unit.replace('I', 'i')}"
