@@ -74,6 +74,10 @@ def embedding_parts(vllm_config: Any, model_dir: Path | None) -> dict[str, objec
     if model.quantization and not getattr(model.hf_config, "quantization_config", None):
         # Quantised while loading: the checkpoint does not show it, and it may include the encoder.
         parts["quantization"] = plain(model.quantization)
+    # Pinned by the operator: it may mean other code, too, of which the files above say nothing.
+    pinned = {name: getattr(model, name, None) for name in ("revision", "code_revision")}
+    if any(pinned.values()):
+        parts["pinned"] = pinned
     if str(vllm_config.load_config.load_format) == "dummy":
         parts["weights"] = "dummy"
     return parts
