@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ec_p2p.engine.cpu import LocalCPUBackend
+    from ec_p2p.engine.disk import LocalDiskBackend
     from ec_p2p.engine.ec_engine import ECCacheEngine
     from ec_p2p.engine.memory_format import MemoryFormat
     from ec_p2p.engine.storage import StorageManager
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "ECCacheEngine": "ec_p2p.engine.ec_engine",
     "LocalCPUBackend": "ec_p2p.engine.cpu",
+    "LocalDiskBackend": "ec_p2p.engine.disk",
     "MemoryFormat": "ec_p2p.engine.memory_format",
     "StorageManager": "ec_p2p.engine.storage",
 }
 
-__all__ = ["ECCacheEngine", "LocalCPUBackend", "MemoryFormat", "StorageManager"]
+__all__ = ["ECCacheEngine", "LocalCPUBackend", "LocalDiskBackend", "MemoryFormat", "StorageManager"]
 
 
 def __getattr__(name: str) -> Any:

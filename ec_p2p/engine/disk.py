@@ -1,0 +1,364 @@
+"""The second tier: entries as files in a folder that other nodes may share.
+
+Owns the folder's files as this process sees them: what is read is verified, what is written counts, what is damaged is
+set aside, and a disk that fails is left alone for a while. Must never raise what the disk raises, nor touch a payload
+after `close`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ec_p2p.engine import set_aside
+from ec_p2p.engine.breaker import Breaker
+from ec_p2p.engine.cpu import Pin
+from ec_p2p.engine.disk_index import DiskIndex, OnFiled, OnLost, State
+from ec_p2p.engine.filed import (
+    Abandoned,
+    Damaged,
+    Filed,
+    NotAFile,
+    opened,
+    path_of,
+    read_header,
+    read_payload,
+    write_file,
+)
+from ec_p2p.engine.files import Files
+from ec_p2p.engine.policy import LRU, EvictionPolicy
+from ec_p2p.engine.scan import Scanner
+from ec_p2p.engine.tally import Series, Tally
+from ec_p2p.engine.write_behind import Job, Offer, WriteBehind
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = "ec-p2p-1"
+"""The folder below the configured one: another layout would get another name."""
+
+_COUNTS: list[Series] = [
+    ("disk_writes", ()),
+    ("disk_written_bytes", ()),
+    ("disk_read_bytes", ()),
+    ("disk_evictions", ()),
+    ("disk_damaged", ()),
+    ("disk_swept", ()),
+    *(("disk_reads", (("outcome", outcome),)) for outcome in ("hit", "miss", "damaged", "error")),
+    *(("disk_skipped", (("reason", reason),)) for reason in ("queue_full", "breaker", "too_large", "in_use")),
+]
+
+
+class LocalDiskBackend:
+    """Entries of at most `max_local_disk_size` bytes of files, by identity. Any thread may call.
+
+    `on_filed` and `on_lost` hear of each entry that came to be, or stopped being, on disk: by this process or found
+    out about others; from the moment the object is made, so before the constructor returns.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        max_local_disk_size: int = 64 << 30,
+        *,
+        policy: EvictionPolicy | None = None,
+        queue_bytes: int = 256 << 20,
+        fsync: bool = False,
+        rescan_s: float = 300.0,
+        on_filed: OnFiled | None = None,
+        on_lost: OnLost | None = None,
+        files: Files | None = None,
+    ) -> None:
+        """Creates the folder. Raises OSError if that fails, ValueError for sizes that cannot be meant."""
+        if not folder:
+            raise ValueError(f"local_disk={folder!r} names no folder")
+        for name, value in {"max_local_disk_size": max_local_disk_size, "queue_bytes": queue_bytes}.items():
+            if value <= 0:
+                raise ValueError(f"{name}={value!r}; accepted: a positive number of bytes")
+        if not 0 < rescan_s < float("inf"):
+            raise ValueError(f"rescan_s={rescan_s!r}; accepted: a positive number of seconds")
+        self._root = os.path.join(os.path.abspath(folder), LAYOUT)
+        try:
+            os.makedirs(self._root, exist_ok=True)
+        except OSError as error:
+            raise OSError(error.errno, f"local_disk={folder!r} cannot be made: {error.strerror}", self._root) from None
+        self._fsync = fsync
+        self._files = Files() if files is None else files
+        self._tally = Tally(_COUNTS)
+        self._index = DiskIndex(max_local_disk_size, LRU() if policy is None else policy, on_filed, on_lost)
+        self._write_breaker = Breaker()
+        self._read_breaker = Breaker()
+        self._closed = False
+        self._abandoned = False
+        self._reads = 0
+        self._reads_changed = threading.Condition()
+        self._scanner = Scanner(
+            self._files,
+            self._root,
+            self._index,
+            rescan_s=rescan_s,
+            examine=lambda identity: self._examine(identity, from_before=True),
+            remove=self._remove,
+            failed=lambda error: self._count_error("scan", error),
+            swept=lambda: self._tally.add("disk_swept"),
+        )
+        self._queue = WriteBehind(queue_bytes, self._write)
+        self._scanner.start()
+
+    # ------------------------------------------------------------ looking and reading
+
+    def find(self, identity: bytes) -> Filed | None:
+        """The entry as far as this process knows; no I/O, no lock. Another may have deleted it."""
+        return self._index.find(identity)
+
+    def look(self, identity: bytes) -> Filed | None:
+        """The entry as the folder has it: what others wrote is found, what they deleted is lost. Blocking.
+
+        Only its header is read. None also while reads are not tried because they failed.
+        """
+        return self._look(identity, None)[0]
+
+    def read(self, identity: bytes, into: memoryview) -> Filed | None:
+        """Fill `into`, which has exactly the entry's payload bytes, and verify every byte of it. Blocking.
+
+        None: it is gone, damaged, not of this size, or the disk does not answer; `into` then holds anything. The entry
+        becomes the most recently used one.
+        """
+        into = into.cast("B")
+        filed, outcome = self._look(identity, into)
+        if filed is not None:
+            if filed.nbytes == len(into):
+                self._index.touched(identity)
+                self._tally.add("disk_read_bytes", len(into))
+            else:
+                filed, outcome = None, "miss"
+        self._tally.add("disk_reads", outcome=outcome)
+        return filed
+
+    def _look(self, identity: bytes, into: memoryview | None) -> tuple[Filed | None, str]:
+        """What there is, and how the attempt ended: 'hit', 'miss', 'damaged' or 'error'."""
+        with self._reading() as still_open, self._index.using(identity) as free:
+            if not still_open or not free:
+                return None, "miss"
+            if not self._read_breaker.admit():
+                return None, "error"
+            try:
+                filed = self._examine(identity, into)
+                outcome = "miss" if filed is None else "hit"
+            except Damaged:
+                filed, outcome = None, "damaged"
+            except Abandoned:
+                return None, "miss"
+            except OSError as error:
+                self._fail("read", self._read_breaker, error)
+                if isinstance(error, FileNotFoundError):
+                    self._scanner.wake()  # the whole folder: what was in it is lost
+                return None, "error"
+            self._succeed("read", self._read_breaker)
+            return filed, outcome
+
+    def _examine(self, identity: bytes, into: memoryview | None = None, *, from_before: bool = False) -> Filed | None:
+        """Look at an entry's file, read its payload too if `into` has its size, and tell the index of it.
+
+        Raises Damaged, with the file set aside, Abandoned, or OSError, with nothing learnt.
+        """
+        seen = self._index.state(identity)
+        try:
+            with opened(self._files, path_of(self._root, identity)) as fd:
+                try:
+                    filed, digest = read_header(self._files, fd, identity)
+                    if into is not None and len(into) == filed.nbytes:
+                        if read_payload(self._files, fd, into, lambda: self._abandoned) != digest:
+                            raise Damaged("its payload is not what was written")
+                        with suppress(OSError):  # recency is worth no failed read: the file may be another user's
+                            self._files.utime(fd)
+                except Damaged as damage:
+                    self._set_aside(identity, fd, seen, damage)
+                    raise
+        except FileNotFoundError:
+            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
+            self._index.forget(identity, seen)
+            return None
+        except NotAFile:
+            if isinstance(seen, Filed):
+                self._tally.add("disk_damaged")
+            self._index.forget(identity, seen)
+            return None
+        self._index.know(filed, from_before=from_before)
+        return filed
+
+    def _set_aside(self, identity: bytes, fd: int, seen: State, damage: Damaged) -> None:
+        self._tally.add("disk_damaged")
+        logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
+        try:
+            set_aside.set_aside(self._files, self._root, identity, fd)
+            self._index.set_aside(set_aside.prune(self._files, self._root))
+        except OSError as error:
+            self._count_error("write", error)
+        self._index.forget(identity, seen)
+
+    @contextmanager
+    def _reading(self) -> Iterator[bool]:
+        """Inside, `close` waits for us. False: it has been called."""
+        with self._reads_changed:
+            still_open = not self._closed
+            self._reads += still_open
+        try:
+            yield still_open
+        finally:
+            with self._reads_changed:
+                self._reads -= still_open
+                self._reads_changed.notify_all()
+
+    # ------------------------------------------------------------ writing
+
+    def offer(self, pin: Pin, payload: memoryview) -> bool:
+        """Have the pinned entry written later; `payload` is its bytes. Never blocks, does no I/O.
+
+        True: the pin is closed by the writer, when the file stands or the attempt is over. False: it is still the
+        caller's, since the entry is on disk or on its way, or there is no place for it (which is counted).
+        """
+        identity = pin.entry.identity
+        if self._index.find(identity) is not None or self._queue.holds(identity):
+            return False
+        payload = payload.cast("B")
+        if _filed(pin).file_bytes > self._index.capacity_bytes:
+            return self._skip("too_large")
+        if self._write_breaker.refuses():
+            return self._skip("breaker")
+        offer = self._queue.offer(pin, payload)
+        if offer is Offer.FULL:
+            return self._skip("queue_full")
+        return offer is Offer.TAKEN
+
+    def _write(self, job: Job) -> None:
+        if not self._write_breaker.admit():
+            self._skip("breaker")
+            return
+        try:
+            self._scanner.wait_sized()
+            self._file(_filed(job.pin), job.payload)
+        except (IsADirectoryError, NotADirectoryError) as error:
+            # Something that is not ours sits in this entry's place; the disk is well.
+            self._count_error("write", error)
+        except OSError as error:
+            self._fail("write", self._write_breaker, error)
+            return
+        self._succeed("write", self._write_breaker)
+
+    def _file(self, filed: Filed, payload: memoryview) -> None:
+        with self._index.using(filed.identity) as free:
+            if not free:
+                self._skip("in_use")
+                return
+            with suppress(Damaged):
+                if self._examine(filed.identity) == filed:
+                    return  # another node was first
+            victims = self._index.reserve(filed.file_bytes)
+            if victims is None:
+                # Damaged files give way last, but they must not keep the tier from working.
+                self._index.set_aside(set_aside.prune(self._files, self._root, kept=0))
+                victims = self._index.reserve(filed.file_bytes)
+            if victims is None:
+                self._skip("in_use")
+                return
+            stands = None
+            try:
+                self._remove(victims)
+                write_file(self._files, self._root, filed, payload, fsync=self._fsync, abandoned=self._queue.abandoned)
+                stands = filed
+            finally:
+                self._index.settle(filed.file_bytes, stands)
+        self._tally.add("disk_writes")
+        self._tally.add("disk_written_bytes", filed.file_bytes)
+
+    def _remove(self, victims: list[bytes]) -> None:
+        """Unlink what the index gave up. On OSError the rest stays, and counts again."""
+        left = list(reversed(victims))
+        try:
+            while left:
+                with suppress(FileNotFoundError):
+                    self._files.unlink(path_of(self._root, left[-1]))
+                self._index.removed(left.pop())
+                self._tally.add("disk_evictions")
+        finally:
+            for identity in left:
+                self._index.kept(identity)
+
+    # ------------------------------------------------------------ the end, and what is told
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything offered before is on disk or given up. False: it took longer than that."""
+        return self._queue.flush(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """`flush`, then end all work; afterwards no payload is touched. Idempotent.
+
+        What could not be written in time keeps its pins, and a warning says so: its memory is still in use.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        with self._reads_changed:
+            if self._closed:
+                return
+            self._closed = True
+        if not self._queue.close(left_s()):
+            logger.warning("%d bytes were not written to %s in time", self._queue.queued_bytes, self._root)
+        with self._reads_changed:
+            self._abandoned = not self._reads_changed.wait_for(lambda: not self._reads, left_s())
+        if self._abandoned:
+            logger.warning("%d reads from %s did not end in time", self._reads, self._root)
+        if not self._scanner.close(left_s()):
+            logger.warning("the scan of %s did not end in time", self._root)
+
+    def __enter__(self) -> LocalDiskBackend:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def counts(self) -> dict[Series, float]:
+        """What has happened so far; numbers only grow."""
+        return self._tally.values()
+
+    def gauges(self) -> dict[Series, float]:
+        """What is the case now."""
+        kinds = {
+            "used": self._index.used_bytes,
+            "capacity": self._index.capacity_bytes,
+            "queued": self._queue.queued_bytes,
+        }
+        gauges: dict[Series, float] = {("disk_bytes", (("kind", kind),)): float(n) for kind, n in kinds.items()}
+        gauges["disk_entries", ()] = float(len(self._index))
+        for op, breaker in (("write", self._write_breaker), ("read", self._read_breaker)):
+            gauges["disk_breaker", (("op", op),)] = float(breaker.is_open)
+        return gauges
+
+    def _skip(self, reason: str) -> bool:
+        self._tally.add("disk_skipped", reason=reason)
+        return False
+
+    def _count_error(self, op: str, error: OSError) -> None:
+        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        self._tally.add("disk_errors", op=op, errno=name)
+
+    def _fail(self, op: str, breaker: Breaker, error: OSError) -> None:
+        self._count_error(op, error)
+        if breaker.failed():
+            logger.warning("%s: a %s failed (%s); the next is tried in %g s", self._root, op, error, breaker.delay_s)
+
+    def _succeed(self, op: str, breaker: Breaker) -> None:
+        if breaker.succeeded():
+            logger.warning("%s: %ss work again", self._root, op)
+
+
+def _filed(pin: Pin) -> Filed:
+    entry = pin.entry
+    return Filed(entry.identity, entry.nbytes, entry.rows, entry.dim, entry.dtype)

@@ -1,0 +1,206 @@
+"""What one process knows of the files in the folder, and which of them go when room is needed.
+
+Owns the index from identity to file, the accounting in bytes, the order of eviction and the telling of it. Must never
+do I/O: who asks for room is told which files to remove, and says when that is done. One lock guards it all; `find`
+takes none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ec_p2p.engine.filed import Filed
+from ec_p2p.engine.policy import EvictionPolicy
+
+OnFiled = Callable[[Filed], None]
+OnLost = Callable[[bytes], None]
+"""Both are called under the index's lock, in the order of events: they must be quick, do no I/O, and call back nothing
+but `find`."""
+
+State = Filed | int | None
+"""What is known of a file: the entry in it; only how many bytes it takes, its header being unread; or that it isn't."""
+
+
+def _file_bytes(state: State) -> int:
+    return state.file_bytes if isinstance(state, Filed) else state or 0
+
+
+class DiskIndex:
+    """Files by identity, in 256 shards, as the folder has them: so that a scan compares folder by folder."""
+
+    def __init__(
+        self, capacity_bytes: int, policy: EvictionPolicy, on_filed: OnFiled | None, on_lost: OnLost | None
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._policy = policy
+        self._on_filed = on_filed
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._shards: list[dict[bytes, Filed | int]] = [{} for _ in range(256)]
+        self._entries = 0
+        self._files_bytes = 0
+        self._reserved_bytes = 0
+        self._aside_bytes = 0
+        self._in_use: dict[bytes, int] = {}
+        self._leaving: dict[bytes, int] = {}
+
+    # ------------------------------------------------------------ looking
+
+    def find(self, identity: bytes) -> Filed | None:
+        state = self._shards[identity[0]].get(identity)
+        return state if isinstance(state, Filed) else None
+
+    def state(self, identity: bytes) -> State:
+        return self._shards[identity[0]].get(identity)
+
+    def shard(self, number: int) -> dict[bytes, Filed | int]:
+        """A copy of one shard: every counted file whose identity starts with this byte."""
+        with self._lock:
+            return dict(self._shards[number])
+
+    def __len__(self) -> int:
+        """Entries that `find` finds."""
+        return self._entries
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those about to be written and those set aside included."""
+        return self._files_bytes + self._reserved_bytes + self._aside_bytes
+
+    # ------------------------------------------------------------ learning
+
+    def know(self, filed: Filed, *, from_before: bool = False) -> None:
+        """The file of this entry stands. `from_before`: it is of less worth than what is known already."""
+        with self._lock:
+            if filed.identity not in self._leaving:
+                self._become(filed.identity, filed, from_before)
+
+    def count(self, identity: bytes, file_bytes: int) -> None:
+        """A file of this size was seen: from now on it counts, whatever is in it. An entry of another size is lost."""
+        with self._lock:
+            if identity not in self._leaving and _file_bytes(self._get(identity)) != file_bytes:
+                self._become(identity, file_bytes, True)
+
+    def forget(self, identity: bytes, seen: State) -> None:
+        """The file is gone, or no entry, if nothing has been heard of it since it was in the state `seen`."""
+        with self._lock:
+            if seen is not None and self._get(identity) is seen:
+                self._become(identity, None, False)
+
+    def forget_all(self) -> None:
+        for number in range(256):
+            for identity, state in self.shard(number).items():
+                self.forget(identity, state)
+
+    def touched(self, identity: bytes) -> None:
+        with self._lock:
+            if self._get(identity) is not None:
+                self._policy.touched(identity)
+
+    def set_aside(self, nbytes: int) -> None:
+        """How many bytes the damaged files take that are kept."""
+        with self._lock:
+            self._aside_bytes = nbytes
+
+    # ------------------------------------------------------------ room
+
+    @contextmanager
+    def using(self, identity: bytes) -> Iterator[bool]:
+        """Inside, the file is no victim. False: it is one already, and its name must not be used."""
+        with self._lock:
+            free = identity not in self._leaving
+            if free:
+                self._in_use[identity] = self._in_use.get(identity, 0) + 1
+        try:
+            yield free
+        finally:
+            if free:
+                with self._lock:
+                    self._in_use[identity] -= 1
+                    if not self._in_use[identity]:
+                        del self._in_use[identity]
+
+    def reserve(self, nbytes: int) -> list[bytes] | None:
+        """Count `nbytes` for a file that will be written, until `settle`.
+
+        Returns the files to remove for it, as few as needed; the caller unlinks each and says `removed` or `kept`.
+        None, with nothing changed: even without all files that nobody uses there would be no room.
+        """
+        with self._lock:
+            victims, missing = self._choose(nbytes)
+            if missing > 0:
+                return None
+            self._reserved_bytes += nbytes
+            return self._evict(victims)
+
+    def settle(self, nbytes: int, filed: Filed | None) -> None:
+        """The file that was reserved for stands, or will not: None."""
+        with self._lock:
+            self._reserved_bytes -= nbytes
+            if filed is not None:
+                self._become(filed.identity, filed, False)
+                self._policy.touched(filed.identity)
+
+    def excess(self) -> list[bytes]:
+        """Files to remove because there are more bytes than there may be, as by `reserve`."""
+        with self._lock:
+            return self._evict(self._choose(0)[0])
+
+    def removed(self, identity: bytes) -> None:
+        """The victim's file is gone."""
+        with self._lock:
+            del self._leaving[identity]
+
+    def kept(self, identity: bytes) -> None:
+        """The victim's file could not be removed: it counts again, but is no known entry."""
+        with self._lock:
+            self._become(identity, self._leaving.pop(identity), True)
+
+    # ------------------------------------------------------------ under the lock
+
+    def _get(self, identity: bytes) -> State:
+        return self._shards[identity[0]].get(identity)
+
+    def _choose(self, nbytes: int) -> tuple[list[bytes], int]:
+        """The first victims that make room for `nbytes`, and how many bytes are missing even so (0 or less: none)."""
+        victims: list[bytes] = []
+        missing = self.used_bytes + nbytes - self.capacity_bytes
+        if missing > 0:
+            for identity in self._policy.victims():
+                if identity in self._in_use:
+                    continue
+                victims.append(identity)
+                missing -= _file_bytes(self._get(identity))
+                if missing <= 0:
+                    break
+        return victims, missing
+
+    def _evict(self, victims: list[bytes]) -> list[bytes]:
+        for identity in victims:
+            self._leaving[identity] = _file_bytes(self._get(identity))
+            self._become(identity, None, False)
+        return victims
+
+    def _become(self, identity: bytes, new: State, from_before: bool) -> None:
+        """The one place where a file's state changes."""
+        shard = self._shards[identity[0]]
+        old = shard.get(identity)
+        if new == old:
+            return
+        before, after = _file_bytes(old), _file_bytes(new)
+        self._files_bytes += after - before
+        self._entries += isinstance(new, Filed) - isinstance(old, Filed)
+        if old is not None and (new is None or before != after):
+            self._policy.removed(identity)
+        if new is None:
+            del shard[identity]
+        else:
+            shard[identity] = new
+            if old is None or before != after:
+                (self._policy.restored if from_before else self._policy.added)(identity, after)
+        if isinstance(old, Filed) and self._on_lost is not None:
+            self._on_lost(identity)
+        if isinstance(new, Filed) and self._on_filed is not None:
+            self._on_filed(new)

@@ -1,0 +1,316 @@
+"""What one file of the disk tier is: a safetensors file of one tensor, with all that proves it in its metadata.
+
+Owns the format, the names, and how a file comes into being (whole, by rename, or not at all) and is read back
+(verified, or not at all). Must never know which files there are or ought to be.
+
+The header fills the first 4096 bytes, so that the payload starts on a page. There is one right header for a tensor: a
+file with any other is damaged, which makes each byte of it count, padding included.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import xxhash
+
+from ec_p2p.engine.files import Files
+from ec_p2p.engine.generation import check
+
+FORMAT = "ec-p2p/1"
+HEADER_BYTES = 4096
+CHUNK = 1 << 20
+"""Bytes that are read or written at a time, and hashed while they are hot in the cache."""
+
+# What the safetensors library calls the storable dtypes.
+_SAFETENSORS = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "bool": "BOOL",
+}
+_OWN_NAMES = {name: name for name in _SAFETENSORS}
+
+_SUFFIX = ".safetensors"
+_FILE = re.compile(r"([0-9a-f]{64})\.safetensors")
+_TEMP = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]+\.tmp")
+
+# Of a file system without locks: who writes a temporary file there cannot be known.
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class Filed(msgspec.Struct, frozen=True, gc=False):
+    """An entry that lies on disk: a tensor of `rows` x `dim` elements of `dtype`, `nbytes` of payload."""
+
+    identity: bytes
+    nbytes: int
+    rows: int
+    dim: int
+    dtype: str
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of its file."""
+        return HEADER_BYTES + self.nbytes
+
+
+class Damaged(Exception):
+    """What lies under an entry's name is not that entry, whole and unchanged; the text says why."""
+
+
+class NotAFile(Exception):
+    """Under an entry's name lies a folder, a link or another thing that nobody here has made."""
+
+
+class Abandoned(Exception):
+    """Who wanted the work done does not any more: its memory must not be touched again."""
+
+
+class _Metadata(msgspec.Struct):
+    format: str
+    identity: str
+    rows: str
+    dim: str
+    dtype: str
+    xxh3_128: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+_decoder = msgspec.json.Decoder(_Header)
+
+
+# ---------------------------------------------------------------- names
+
+
+def folder_of(root: str, identity: bytes) -> str:
+    return f"{root}/{identity[:1].hex()}"
+
+
+def path_of(root: str, identity: bytes) -> str:
+    return f"{folder_of(root, identity)}/{identity.hex()}{_SUFFIX}"
+
+
+def identity_in(name: str) -> bytes | None:
+    """The identity that a file's name stands for; None if it is not the name of an entry's file."""
+    match = _FILE.fullmatch(name)
+    return bytes.fromhex(match[1]) if match else None
+
+
+def is_temp(name: str) -> bool:
+    """Whether this is the name of a file that somebody writes, or died writing."""
+    return _TEMP.fullmatch(name) is not None
+
+
+# ---------------------------------------------------------------- the header
+
+
+def pack_header(filed: Filed, digest: str) -> bytes:
+    """The first 4096 bytes of the file. `digest`: xxh3-128 of the payload, in hex."""
+    table = {
+        "__metadata__": {
+            "format": FORMAT,
+            "identity": filed.identity.hex(),
+            "rows": str(filed.rows),
+            "dim": str(filed.dim),
+            "dtype": filed.dtype,
+            "xxh3_128": digest,
+        },
+        "embedding": {
+            "dtype": _SAFETENSORS[filed.dtype],
+            "shape": [filed.rows, filed.dim],
+            "data_offsets": [0, filed.nbytes],
+        },
+    }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+
+
+def unpack_header(data: bytes, identity: bytes, file_bytes: int) -> tuple[Filed, str]:
+    """The entry and its digest, from the first 4096 bytes of a file of `file_bytes`. Raises Damaged unless they are
+    exactly what `pack_header` makes for `identity`."""
+    if len(data) < HEADER_BYTES or data[:8] != (HEADER_BYTES - 8).to_bytes(8, "little"):
+        raise Damaged(f"its first {len(data)} bytes are no header")
+    try:
+        meta = _decoder.decode(data[8:]).metadata
+        filed = Filed(identity, file_bytes - HEADER_BYTES, int(meta.rows), int(meta.dim), _OWN_NAMES[meta.dtype])
+        check(identity, filed.nbytes, filed.rows, filed.dim, filed.dtype)
+    except (msgspec.MsgspecError, RecursionError, ValueError, KeyError) as error:
+        raise Damaged(f"its header does not describe it: {type(error).__name__}: {error}") from None
+    if data != pack_header(filed, meta.xxh3_128):
+        raise Damaged("its header is not the one this entry has")
+    return filed, meta.xxh3_128
+
+
+# ---------------------------------------------------------------- reading
+
+
+@contextmanager
+def opened(files: Files, path: str) -> Iterator[int]:
+    """A descriptor to read `path` by. Raises NotAFile, FileNotFoundError or another OSError."""
+    try:
+        # A pipe must not block us either.
+        fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotAFile(path) from None
+        raise
+    try:
+        if not stat.S_ISREG(files.fstat(fd).st_mode):
+            raise NotAFile(path)
+        yield fd
+    finally:
+        files.close(fd)
+
+
+def read_header(files: Files, fd: int, identity: bytes) -> tuple[Filed, str]:
+    """The entry in an open file, and the digest that its payload must have. Raises Damaged or OSError."""
+    header = bytearray(HEADER_BYTES)
+    got = _read(files, fd, memoryview(header), 0)
+    return unpack_header(bytes(header[:got]), identity, files.fstat(fd).st_size)
+
+
+def read_payload(files: Files, fd: int, into: memoryview, abandoned: Callable[[], bool]) -> str:
+    """Fill `into` with the payload of an open file; returns the digest of what was read, in hex.
+
+    Raises Damaged if the file ends too early, Abandoned (asked for between chunks), or OSError.
+    """
+    digest = xxhash.xxh3_128()
+    for at in range(0, len(into), CHUNK):
+        if abandoned():
+            raise Abandoned
+        chunk = into[at : at + CHUNK]
+        if _read(files, fd, chunk, HEADER_BYTES + at) < len(chunk):
+            raise Damaged("it ends before its payload does")
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(files: Files, fd: int, into: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(into):
+        got = files.preadv(fd, [into[done:]], offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_file(
+    files: Files, root: str, filed: Filed, payload: memoryview, *, fsync: bool, abandoned: Callable[[], bool]
+) -> None:
+    """Put an entry's file in its place, in one step, over whatever file is there.
+
+    Raises Abandoned or OSError with no trace left behind, except for what the operating system refuses to remove.
+    """
+    folder = folder_of(root, filed.identity)
+    # Only this folder, never its parents: a root that has vanished must not be made anew beneath its mount point.
+    with suppress(FileExistsError):
+        files.mkdir(folder)
+    temp, fd = _create_temp(files, folder, filed.identity)
+    try:
+        try:
+            digest = xxhash.xxh3_128()
+            for at in range(0, len(payload), CHUNK):
+                if abandoned():
+                    raise Abandoned
+                chunk = payload[at : at + CHUNK]
+                digest.update(chunk)
+                _write(files, fd, chunk, HEADER_BYTES + at)
+            _write(files, fd, memoryview(pack_header(filed, digest.hexdigest())), 0)
+            if fsync:
+                files.fsync(fd)
+            # NFS tells of a write that failed when a descriptor is closed; the lock stays with the other one.
+            files.close(files.dup(fd))
+            files.rename(temp, path_of(root, filed.identity))
+        except BaseException:
+            with suppress(FileNotFoundError):
+                files.unlink(temp)
+            raise
+    finally:
+        files.close(fd)
+    if fsync:
+        _fsync_folder(files, folder)
+
+
+def _create_temp(files: Files, folder: str, identity: bytes) -> tuple[str, int]:
+    """A new, empty file that is locked for as long as its descriptor is open: so one sees that its writer lives."""
+    while True:
+        temp = f"{folder}/.{identity.hex()}.{secrets.token_hex(8)}.tmp"
+        fd = files.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            # Between the two calls somebody who sweeps may have found it unlocked: then it is gone, or about to go.
+            if _lock(files, fd) is not False and files.fstat(fd).st_nlink:
+                return temp, fd
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to tell
+                files.unlink(temp)
+            files.close(fd)
+            raise
+        files.close(fd)
+
+
+def sweep(files: Files, temp: str) -> bool:
+    """Remove a temporary file whose writer is dead. False: its writer lives, or nobody can tell. Raises OSError."""
+    try:
+        # For writing: NFS gives an exclusive lock for nothing less.
+        fd = files.open(temp, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if not stat.S_ISREG(files.fstat(fd).st_mode) or not _lock(files, fd):
+            return False
+        files.unlink(temp)
+    except FileNotFoundError:
+        return False  # it was finished, and renamed, in between
+    finally:
+        files.close(fd)
+    return True
+
+
+def _lock(files: Files, fd: int) -> bool | None:
+    """True: ours now. False: another's. None: there are no locks here."""
+    try:
+        files.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _write(files: Files, fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += files.pwritev(fd, [data[done:]], offset + done)
+
+
+def _fsync_folder(files: Files, folder: str) -> None:
+    fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        files.fsync(fd)
+    finally:
+        files.close(fd)

@@ -1,0 +1,236 @@
+"""Learning what lies in the folder: at the start, and again from time to time, since others may share it.
+
+Owns the thread that walks the folder, and the sweep of what dead writers left. Must never read a payload, nor touch
+what nobody here has made.
+
+Each scan goes twice over the folder. First it sizes everything, so that all files count; only then may anything be
+written. Then it reads the headers of what is not known yet, newest first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+from ec_p2p.engine.disk_index import DiskIndex, State
+from ec_p2p.engine.filed import Abandoned, Damaged, Filed, identity_in, is_temp, path_of, sweep
+from ec_p2p.engine.files import Files
+from ec_p2p.engine.set_aside import prune
+
+logger = logging.getLogger(__name__)
+
+BATCH = 128
+"""Files between two breaths: the thread leaves the core, and the interpreter, to others."""
+
+BREATH_S = 0.001
+RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+
+_T = TypeVar("_T")
+
+_Found = tuple[int, bytes, int]
+"""Modification time, identity and size of a file whose header is to be read."""
+
+
+class Scanner:
+    """Scans at once, then every `rescan_s` or when woken; after a failure sooner.
+
+    `examine` reads one file's header and tells the index of it; `remove` unlinks victims of the index; `failed` counts
+    an OSError; `swept` one leftover. `examine` and `remove` may raise OSError.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        root: str,
+        index: DiskIndex,
+        *,
+        rescan_s: float,
+        examine: Callable[[bytes], Filed | None],
+        remove: Callable[[list[bytes]], None],
+        failed: Callable[[OSError], None],
+        swept: Callable[[], None],
+    ) -> None:
+        self._files = files
+        self._root = root
+        self._index = index
+        self._rescan_s = rescan_s
+        self._examine = examine
+        self._remove = remove
+        self._failed = failed
+        self._swept = swept
+        self._changed = threading.Condition()
+        self._sized = False
+        self._failure: OSError | None = None
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._problems: list[OSError] = []
+        self._thread = threading.Thread(target=self._run, name="ec-p2p-disk-scan", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Scan again soon."""
+        self._wake.set()
+
+    def wait_sized(self) -> None:
+        """Wait until all files count. Raises the OSError that kept the last scan from it, Abandoned when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sized or self._failure is not None or self._closing.is_set())
+            if self._sized:
+                return
+            if self._failure is None:
+                raise Abandoned
+            raise self._failure
+
+    def close(self, timeout_s: float | None) -> bool:
+        """End the thread. False: it hangs in the operating system."""
+        self._closing.set()
+        self._wake.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        retry_s = RETRY_S
+        while True:
+            self._wake.clear()
+            try:
+                self._scan()
+            except Abandoned:
+                return
+            except OSError as error:
+                self._report(error)
+                delay_s = min(retry_s, self._rescan_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            else:
+                delay_s, retry_s = self._rescan_s, RETRY_S
+            self._wake.wait(delay_s)
+            if self._closing.is_set():
+                return
+
+    def _report(self, error: OSError) -> None:
+        self._failed(error)
+        logger.warning("cannot scan %s: %s", self._root, error)
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _scan(self) -> None:
+        self._problems.clear()
+        try:
+            self._files.lstat(self._root)
+        except FileNotFoundError:
+            # Unmounted, or moved: nothing of it can be read, and if it returns the next scan finds it.
+            self._index.forget_all()
+            raise
+        fresh = [self._size_folder(number) for number in range(256)]
+        self._index.set_aside(prune(self._files, self._root))
+        for batch in self._batches(_newest_first(fresh)):
+            for _, identity, file_bytes in batch:
+                self._index.count(identity, file_bytes)
+        self._remove(self._index.excess())
+        with self._changed:
+            self._sized = True
+            self._failure = None
+            self._changed.notify_all()
+        for batch in self._batches(_newest_first(fresh)):
+            for _, identity, _ in batch:
+                self._learn(identity)
+        if self._problems:
+            logger.warning(
+                "%d files of %s could not be looked at; the first: %s",
+                len(self._problems),
+                self._root,
+                self._problems[0],
+            )
+
+    def _size_folder(self, number: int) -> list[_Found]:
+        """Compare one folder with the index: forget what is gone, sweep, and return what is new, newest first."""
+        folder = f"{self._root}/{number:02x}"
+        known = self._index.shard(number)
+        found: list[_Found] = []
+        try:
+            names = self._files.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        except OSError as error:
+            self._problem(error)
+            return []
+        for batch in self._batches(names):
+            for name in batch:
+                identity = identity_in(name)
+                if identity is not None and identity[0] == number:
+                    state = known.pop(identity, None)
+                    found.extend(self._news(identity, state))
+                elif is_temp(name):
+                    self._sweep(f"{folder}/{name}")
+        for identity, state in known.items():
+            # A listing may miss what is renamed into place meanwhile.
+            found.extend(self._news(identity, state))
+        found.sort(reverse=True)
+        return found
+
+    def _news(self, identity: bytes, state: State) -> list[_Found]:
+        """The file, if its header is to be read: nothing, or something else, is known of it."""
+        try:
+            status = self._files.lstat(path_of(self._root, identity))
+        except (FileNotFoundError, NotADirectoryError):
+            self._index.forget(identity, state)
+            return []
+        except OSError as error:
+            self._problem(error)
+            return []
+        if not stat.S_ISREG(status.st_mode):
+            self._index.forget(identity, state)
+            return []
+        if isinstance(state, Filed) and state.file_bytes == status.st_size:
+            return []
+        return [(status.st_mtime_ns, identity, status.st_size)]
+
+    def _sweep(self, temp: str) -> None:
+        try:
+            if sweep(self._files, temp):
+                self._swept()
+        except OSError as error:
+            self._problem(error)
+
+    def _learn(self, identity: bytes) -> None:
+        if self._index.find(identity) is not None:
+            return
+        with self._index.using(identity) as free:
+            if not free:
+                return
+            try:
+                self._examine(identity)
+            except Damaged:
+                return  # set aside, and counted, by whoever found out
+            except FileNotFoundError:
+                raise  # not this file: the folder of all
+            except OSError as error:
+                self._problem(error)
+
+    def _problem(self, error: OSError) -> None:
+        self._failed(error)
+        self._problems.append(error)
+
+    def _batches(self, items: Iterable[_T]) -> Iterator[list[_T]]:
+        iterator = iter(items)
+        while batch := list(islice(iterator, BATCH)):
+            if self._closing.wait(BREATH_S):
+                raise Abandoned
+            yield batch
+
+
+def _newest_first(folders: list[list[_Found]]) -> Iterator[_Found]:
+    # Merged rather than sorted as one: sorting a million files would hold the interpreter for a second.
+    return heapq.merge(*folders, reverse=True)

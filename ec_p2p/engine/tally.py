@@ -1,0 +1,30 @@
+"""Counts that several threads add to.
+
+Owns numbers by name and labels, never what they mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+Labels = tuple[tuple[str, str], ...]
+Series = tuple[str, Labels]
+"""One metric with its label values."""
+
+
+class Tally:
+    """Monotonic counts. Those named at the start are there from the start, as zeros."""
+
+    def __init__(self, series: Iterable[Series] = ()) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[Series, float] = dict.fromkeys(series, 0.0)
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        series = (name, tuple(labels.items()))
+        with self._lock:
+            self._values[series] = self._values.get(series, 0.0) + amount
+
+    def values(self) -> dict[Series, float]:
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,94 @@
+"""What tests of the disk tier share: an arena to write from, and ways to say what should be on disk."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ec_p2p.engine.arena import Arena
+from ec_p2p.engine.cpu import LocalCPUBackend, Pin
+from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
+from ec_p2p.engine.filed import Filed, path_of
+from ec_p2p.engine.generation import itemsize
+
+
+def identity(number: int) -> bytes:
+    """32 bytes that differ in the first one too, so that entries lie in several folders."""
+    return bytes([number % 256]) + number.to_bytes(31, "little")
+
+
+def content(number: int, nbytes: int) -> bytes:
+    return random.Random(number).randbytes(nbytes)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait, for as long as it may take on a busy machine, until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+class Memory:
+    """A CPU tier to write from and to read into."""
+
+    def __init__(self, nbytes: int = 8 << 20) -> None:
+        self.arena = Arena.create(nbytes, nbytes)
+        self.cpu = LocalCPUBackend(self.arena)
+
+    def pin(self, number: int, rows: int = 4, dim: int = 256, dtype: str = "float16") -> Pin:
+        """A pinned entry; whatever was stored under its number goes."""
+        nbytes = rows * dim * itemsize(dtype)
+        self.cpu.remove(identity(number))
+        extent = self.cpu.reserve(nbytes)
+        self.arena.buffer[extent.offset : extent.offset + nbytes] = content(number, nbytes)
+        return self.cpu.pin(self.cpu.publish(extent, identity(number), nbytes, rows, dim, dtype))
+
+    def payload(self, pin: Pin) -> memoryview:
+        return self.arena.buffer[pin.entry.offset : pin.entry.offset + pin.entry.nbytes]
+
+    def offer(self, disk: LocalDiskBackend, number: int, rows: int = 4, dim: int = 256, dtype: str = "float16") -> bool:
+        """Offer an entry; a pin that is not taken is closed."""
+        pin = self.pin(number, rows, dim, dtype)
+        taken = disk.offer(pin, self.payload(pin))
+        if not taken:
+            pin.close()
+        return taken
+
+    def store(
+        self, disk: LocalDiskBackend, number: int, rows: int = 4, dim: int = 256, dtype: str = "float16"
+    ) -> Filed:
+        """Have an entry written, and wait for that."""
+        assert self.offer(disk, number, rows, dim, dtype)
+        assert disk.flush(30)
+        filed = disk.find(identity(number))
+        assert filed is not None
+        return filed
+
+    def close(self) -> None:
+        assert self.cpu.pinned_bytes == 0, "a pin was left open"
+        self.arena.close()
+
+
+def read(disk: LocalDiskBackend, number: int, nbytes: int = 2048) -> bytes | None:
+    into = bytearray(nbytes)
+    return None if disk.read(identity(number), memoryview(into)) is None else bytes(into)
+
+
+def file_of(folder: Path, number: int) -> Path:
+    return Path(path_of(str(folder / LAYOUT), identity(number)))
+
+
+def files_in(folder: Path) -> list[str]:
+    """Names of all files of the tier, those set aside included."""
+    return sorted(str(path.relative_to(folder / LAYOUT)) for path in folder.rglob("*") if path.is_file())
+
+
+def count(disk: LocalDiskBackend, name: str, **labels: str) -> float:
+    return disk.counts().get((name, tuple(labels.items())), 0.0)
+
+
+def gauge(disk: LocalDiskBackend, name: str, **labels: str) -> float:
+    return disk.gauges()[name, tuple(labels.items())]
