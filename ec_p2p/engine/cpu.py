@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ec_p2p.engine import victims
-from ec_p2p.engine.arena import Arena
-from ec_p2p.engine.extents import Extent, Extents, Life, OnSlab, SlabRefused, whole_pages
+from ec_p2p.engine.arena import Arena, Slab
+from ec_p2p.engine.entry import Entry, layout_of
+from ec_p2p.engine.extents import Extent, Extents, OnSlab, SlabRefused, whole_pages
 from ec_p2p.engine.generation import GenerationTable, check
 from ec_p2p.engine.policy import LRU, EvictionPolicy
+
+__all__ = ["Entry", "Listener", "LocalCPUBackend", "OutOfMemory", "Pin", "TooLarge"]
 
 
 class TooLarge(Exception):
@@ -24,22 +26,6 @@ class TooLarge(Exception):
 
 class OutOfMemory(Exception):
     """What is pinned or reserved leaves no room now; later there may be some."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One stored tensor of `rows` x `dim` elements: `nbytes` payload bytes at `offset` of the arena."""
-
-    identity: bytes
-    offset: int
-    nbytes: int
-    rows: int
-    dim: int
-    dtype: str
-    record_offset: int
-    generation: int
-    extent: Extent = field(repr=False)
-    pins: int = field(default=0, repr=False)
 
 
 Listener = Callable[[Entry], None]
@@ -88,6 +74,7 @@ class LocalCPUBackend:
         self._extents = Extents(arena, on_slab)
         self._table = GenerationTable(arena)
         self._index: dict[bytes, Entry] = {}
+        self._pins: dict[Entry, int] = {}
         self._lock = threading.RLock()
         self._used = 0
         self._pinned = 0
@@ -210,14 +197,14 @@ class LocalCPUBackend:
             self._extents.keep(extent, nbytes)
             old = self._index.get(identity)
             if old is not None:
-                self._extents.free(extent, Life.ENTRY)
+                self._extents.free_entry(extent.offset, nbytes, extent.slot)
                 self._policy.touched(identity)
                 return old
             generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
-            entry = Entry(identity, extent.offset, nbytes, rows, dim, dtype, extent.record, generation, extent)
+            entry = Entry(identity, layout_of(rows, dim, dtype), extent.slab, extent.offset, extent.slot, generation)
             self._index[identity] = entry
-            self._policy.added(identity, extent.nbytes)
-            self._used += extent.nbytes
+            self._policy.added(identity, entry.extent_bytes)
+            self._used += entry.extent_bytes
             if self._on_stored is not None:
                 self._on_stored(entry)
             return entry
@@ -225,7 +212,7 @@ class LocalCPUBackend:
     def release(self, extent: Extent) -> None:
         """Give back what remains of a reserved extent. Raises ExtentError if it is an entry or was freed before."""
         with self._lock:
-            self._extents.free(extent, Life.RESERVED)
+            self._extents.free(extent)
 
     # ------------------------------------------------------------ pins
 
@@ -243,9 +230,10 @@ class LocalCPUBackend:
             return None if entry is None else self._pin(entry)
 
     def _pin(self, entry: Entry) -> Pin:
-        entry.pins += 1
-        if entry.pins == 1:
-            self._pinned += entry.extent.nbytes
+        pins = self._pins.get(entry, 0)
+        self._pins[entry] = pins + 1
+        if not pins:
+            self._pinned += entry.extent_bytes
         return Pin(self, entry)
 
     def _unpin(self, pin: Pin) -> None:
@@ -254,10 +242,11 @@ class LocalCPUBackend:
                 return
             pin._backend = None
             entry = pin.entry
-            entry.pins -= 1
-            if entry.pins:
+            pins = self._pins.pop(entry) - 1
+            if pins:
+                self._pins[entry] = pins
                 return
-            self._pinned -= entry.extent.nbytes
+            self._pinned -= entry.extent_bytes
             if self._index.get(entry.identity) is not entry:
                 self._free(entry)
 
@@ -277,41 +266,34 @@ class LocalCPUBackend:
         self._table.invalidate(entry.record_offset)
         del self._index[entry.identity]
         self._policy.removed(entry.identity)
-        if not entry.pins:
+        if entry not in self._pins:
             self._free(entry)
         if self._on_evicted is not None:
             self._on_evicted(entry)
 
     def _free(self, entry: Entry) -> None:
-        self._used -= entry.extent.nbytes
-        self._extents.free(entry.extent, Life.ENTRY)
+        self._used -= entry.extent_bytes
+        self._extents.free_entry(entry.offset, entry.nbytes, entry.slot)
 
     def _unpinned(self) -> Iterator[Entry]:
         for identity in self._policy.victims():
             entry = self._index[identity]
-            if not entry.pins:
+            if entry not in self._pins:
                 yield entry
 
     def _make_room(self, size: int) -> None:
-        owners: dict[Extent, Entry] = {}
-
-        def candidates() -> Iterator[Extent]:
-            for entry in self._unpinned():
-                owners[entry.extent] = entry
-                yield entry.extent
-
         chosen = None
         if size <= self._extents.free_bytes + self._used - self._pinned:
-            chosen = victims.choose(self._extents, candidates(), size)
+            chosen = victims.choose(self._extents, self._unpinned(), size)
         if chosen is None:
             raise OutOfMemory(
                 f"{size} bytes; of {self.capacity_bytes} are {self.reserved_bytes} reserved, {self.pinned_bytes} pinned"
             )
-        for extent in chosen:
-            self._evict(owners[extent])
+        for entry in chosen:
+            self._evict(entry)
 
-    def _slot_victim(self, slab: int) -> Entry:
+    def _slot_victim(self, slab: Slab) -> Entry:
         for entry in self._unpinned():
-            if entry.extent.slab == slab:
+            if entry.slab is slab:
                 return entry
-        raise OutOfMemory(f"every record of slab {slab} is pinned or reserved")
+        raise OutOfMemory(f"every record of the slab at {slab.offset} is pinned or reserved")

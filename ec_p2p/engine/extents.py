@@ -1,7 +1,7 @@
 """Which bytes of the arena are free.
 
-Owns the free ranges, the record slots and the life of every extent (reserved, entry, freed). Must never evict, nor
-know what an extent holds. Callers take turns (the backend's lock).
+Owns the free ranges, the record slots and the life of every reserved extent, until it is freed or becomes an entry.
+Must never evict, nor know what an extent holds. Callers take turns (the backend's lock).
 
 Each slab starts with its record table; the rest is handed out in whole pages. The tables also part the slabs: no free
 range, and so no extent, ever spans two.
@@ -13,8 +13,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from ec_p2p.engine.arena import PAGE, Arena
-from ec_p2p.engine.generation import RECORD_BYTES, records_in, table_bytes
+import msgspec
+
+from ec_p2p.engine.arena import PAGE, Arena, Slab
+from ec_p2p.engine.generation import record_offset, records_in, table_bytes
 
 OnSlab = Callable[[int, int], None]
 """Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise SlabRefused."""
@@ -34,25 +36,28 @@ class Life(Enum):
     FREED = "freed"
 
 
-class Extent:
+class Extent(msgspec.Struct, eq=False):
     """Contiguous bytes [offset, offset+nbytes) of the arena, whole pages, and the record that goes with them.
 
-    Handed out by a backend and given back to it. `nbytes` and `offset` stay what they were when reserved; what has been
-    carved out of the extent since is no longer part of it.
+    Handed out by a backend, and given back to it or turned into an entry. `nbytes` and `offset` stay what they were
+    when reserved; what has been carved out of the extent since is no longer part of it.
     """
 
-    __slots__ = ("carved", "home", "life", "nbytes", "offset", "record", "slab")
+    home: object
+    """Stands for the Extents it comes from."""
+    slab: Slab
+    offset: int
+    nbytes: int
+    slot: int
+    """Which record of the slab is the extent's."""
+    life: Life = Life.RESERVED
+    carved: list[tuple[int, int]] | None = None
+    """What is left (start, end) after the first carving; None before."""
 
-    def __init__(self, home: Extents, slab: int, offset: int, nbytes: int, record: int) -> None:
-        self.home = home
-        self.slab = slab
-        self.offset = offset
-        self.nbytes = nbytes
-        self.record = record
+    @property
+    def record(self) -> int:
         """Byte offset of the extent's 64-byte record."""
-        self.life = Life.RESERVED
-        self.carved: list[tuple[int, int]] | None = None
-        """What is left (start, end) after the first carving; None before, and so for every entry: there are many."""
+        return record_offset(self.slab, self.slot)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -84,7 +89,10 @@ class Extents:
         """Bytes of each slab that extents can use."""
         self.slots = [records_in(slab) for slab in self._slabs]
         """Records of each slab."""
-        self.slab_bytes = arena.slab_bytes
+        self._home = object()
+        self._slab_bytes = arena.slab_bytes
+        # All slabs' slots are the same numbers, and so the same objects: each entry keeps one.
+        self._numbers = list(range(max(self.slots, default=0)))
         self._free_slots: list[list[int]] = []
         self._by_size: list[tuple[int, int]] = []
         self._start_to_end: dict[int, int] = {}
@@ -113,11 +121,7 @@ class Extents:
 
     def slab_of(self, offset: int) -> int:
         """Index of the slab that holds this byte."""
-        return offset // self.slab_bytes
-
-    def has_slot(self, slab: int) -> bool:
-        """Whether an open slab has a record to spare."""
-        return bool(self._free_slots[slab])
+        return offset // self._slab_bytes
 
     # ------------------------------------------------------------ lives of extents
 
@@ -139,7 +143,7 @@ class Extents:
         The bytes before and behind stay reserved to `extent`. None when the slab has no record to spare. Raises
         ExtentError when the piece is not page-aligned or not wholly part of `extent` any more.
         """
-        self._must_be(extent, Life.RESERVED)
+        self._must_be_reserved(extent)
         start = extent.offset + offset
         end = start + whole_pages(nbytes)
         if offset < 0 or offset % PAGE or nbytes < 0:
@@ -148,58 +152,70 @@ class Extents:
         part = next((part for part in parts if part[0] <= start and end <= part[1]), None)
         if part is None:
             raise ExtentError(f"cannot carve {nbytes} bytes at {offset} of {extent}: not part of it, or carved before")
-        if not self.has_slot(extent.slab):
+        slots = self._free_slots[self.slab_of(start)]
+        if not slots:
             return None
         at = parts.index(part)
         rest = [(low, high) for low, high in ((part[0], start), (end, part[1])) if low < high]
         extent.carved = parts[:at] + rest + parts[at + 1 :]
-        return Extent(self, extent.slab, start, end - start, self._free_slots[extent.slab].pop())
+        return Extent(self._home, extent.slab, start, end - start, slots.pop())
 
     def keep(self, extent: Extent, nbytes: int) -> None:
-        """A reserved, uncarved extent becomes an entry of `nbytes`. Raises ExtentError."""
-        self._must_be(extent, Life.RESERVED)
+        """A reserved, uncarved extent becomes an entry of `nbytes`; pages that it does not need are free at once.
+
+        The entry's pages and slot come back through `free_entry`. Raises ExtentError.
+        """
+        self._must_be_reserved(extent)
         if extent.carved is not None:
             raise ExtentError(f"{extent} cannot become an entry: pieces were carved out of it")
         if not 0 <= nbytes <= extent.nbytes:
             raise ExtentError(f"{extent} cannot hold an entry of {nbytes} bytes")
         extent.life = Life.ENTRY
+        needed = whole_pages(nbytes)
+        if needed < extent.nbytes:
+            self._give(extent.offset + needed, extent.offset + extent.nbytes)
 
-    def free(self, extent: Extent, life: Life) -> None:
-        """Give back what remains of an extent that is in `life`. Raises ExtentError if it is not."""
-        self._must_be(extent, life)
+    def free(self, extent: Extent) -> None:
+        """Give back what remains of a reserved extent. Raises ExtentError if it is not reserved (any more)."""
+        self._must_be_reserved(extent)
         extent.life = Life.FREED
         for start, end in extent.parts:
             self._give(start, end)
         extent.carved = []
-        self._free_slots[extent.slab].append(extent.record)
+        self._free_slots[self.slab_of(extent.offset)].append(extent.slot)
+
+    def free_entry(self, offset: int, nbytes: int, slot: int) -> None:
+        """Give back what an entry of `nbytes` took, once: entries have no life of their own here."""
+        self._give(offset, offset + whole_pages(nbytes))
+        self._free_slots[self.slab_of(offset)].append(slot)
 
     # ------------------------------------------------------------ free ranges
 
-    def _must_be(self, extent: Extent, life: Life) -> None:
-        if extent.home is not self:
+    def _must_be_reserved(self, extent: Extent) -> None:
+        if extent.home is not self._home:
             raise ExtentError(f"{extent} belongs to another arena")
-        if extent.life is not life:
-            raise ExtentError(f"{extent} is not {life.value}")
+        if extent.life is not Life.RESERVED:
+            raise ExtentError(f"{extent} is not reserved")
 
     def _open_next(self) -> None:
         index = self.open_slabs
         slab = self._slabs[index]
         if self._on_slab is not None:
             self._on_slab(slab.offset, slab.nbytes)
-        records = range(slab.offset, slab.offset + RECORD_BYTES * records_in(slab), RECORD_BYTES)
-        self._free_slots.append(list(reversed(records)))
+        self._free_slots.append(self._numbers[records_in(slab) - 1 :: -1])
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 
     def _take(self, size: int) -> Extent | None:
         for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):
             width, start = self._by_size[index]
-            slots = self._free_slots[self.slab_of(start)]
+            slab = self.slab_of(start)
+            slots = self._free_slots[slab]
             if slots:
                 self._remove(start, start + width)
                 if size < width:
                     self._insert(start + size, start + width)
                 self.free_bytes -= size
-                return Extent(self, self.slab_of(start), start, size, slots.pop())
+                return Extent(self._home, self._slabs[slab], start, size, slots.pop())
         return None
 
     def _give(self, start: int, end: int) -> None:

@@ -6,9 +6,12 @@ up, and takes turns in calling (its lock).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Protocol
+
+_FEW, _MANY = 16, 1024
+"""With fewer than the one at hand, LRU looks up the other number of its oldest entries."""
 
 
 class EvictionPolicy(Protocol):
@@ -35,25 +38,55 @@ class EvictionPolicy(Protocol):
         ...
 
 
+def make_policy(word: str) -> EvictionPolicy:
+    """The policy that `cache_policy` names. ValueError for any other word."""
+    try:
+        return _POLICIES[word]()
+    except KeyError:
+        raise ValueError(f"cache_policy={word!r}; accepted: {', '.join(_POLICIES)}") from None
+
+
 class LRU:
-    """Least recently used first."""
+    """Least recently used first.
+
+    Plain dicts keep the order: an OrderedDict takes twice the memory, and the garbage collector walks through all of
+    it. But a dict finds its first key by walking over every slot that was emptied in front of it, so the oldest keys
+    are looked up many at a time.
+    """
 
     def __init__(self) -> None:
-        # A plain dict is insertion-ordered, but finding its first key again and again walks over deleted slots.
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+        self._used: dict[bytes, None] = {}
+        """Oldest first."""
+        self._restored: dict[bytes, None] = {}
+        """Older than those, and oldest last."""
+        self._oldest: dict[bytes, None] = {}
+        """The first victims of all, in order; empty when unknown."""
 
     def added(self, identity: bytes, nbytes: int) -> None:
-        self._order[identity] = None
+        self._used[identity] = None
 
     def restored(self, identity: bytes, nbytes: int) -> None:
-        self._order[identity] = None
-        self._order.move_to_end(identity, last=False)
+        self._restored[identity] = None
+        self._oldest.clear()
 
     def touched(self, identity: bytes) -> None:
-        self._order.move_to_end(identity)
+        self.removed(identity)
+        self._used[identity] = None
 
     def removed(self, identity: bytes) -> None:
-        del self._order[identity]
+        self._oldest.pop(identity, None)
+        del (self._used if identity in self._used else self._restored)[identity]
 
     def victims(self) -> Iterator[bytes]:
-        return iter(self._order)
+        if len(self._oldest) < _FEW:
+            self._oldest = dict.fromkeys(islice(self._from_the_oldest(), _MANY))
+        yield from self._oldest
+        for identity in self._from_the_oldest():
+            if identity not in self._oldest:
+                yield identity
+
+    def _from_the_oldest(self) -> Iterator[bytes]:
+        return chain(reversed(self._restored), self._used)
+
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU}

@@ -1,17 +1,18 @@
 """Which entries to evict so that one allocation succeeds: the fewest of the oldest that make room in one place.
 
-Owns a plan, never its execution: it reads free ranges and extents, and changes neither.
+Owns a plan, never its execution: it reads free ranges and entries, and changes neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ec_p2p.engine.extents import Extent, Extents
+from ec_p2p.engine.entry import Entry
+from ec_p2p.engine.extents import Extents
 
 
-def choose(extents: Extents, candidates: Iterable[Extent], size: int) -> list[Extent] | None:
-    """Extents to free so that `size` bytes (whole pages) fit; None if freeing all candidates would not do.
+def choose(extents: Extents, candidates: Iterable[Entry], size: int) -> list[Entry] | None:
+    """Entries to evict so that `size` bytes (whole pages) fit; None if evicting all candidates would not do.
 
     `candidates` come in the order of eviction. They are imagined free one by one until, together with what is free
     already, they make a run of `size`; of these only the ones inside that run are chosen, so that old but useless
@@ -21,12 +22,12 @@ def choose(extents: Extents, candidates: Iterable[Extent], size: int) -> list[Ex
     starved = {extents.slab_of(start) for start, _ in extents.fitting(size)}
     run_end: dict[int, int] = {}
     run_start: dict[int, int] = {}
-    imagined: dict[int, Extent] = {}
-    for extent in candidates:
-        if extent.slab in starved:
-            return [extent]
-        start, end = extent.offset, extent.offset + extent.nbytes
-        imagined[start] = extent
+    imagined: dict[int, Entry] = {}
+    for entry in candidates:
+        start, end = entry.offset, entry.offset + entry.extent_bytes
+        if extents.slab_of(start) in starved:
+            return [entry]
+        imagined[start] = entry
         before = run_start.pop(start, None)
         if before is None:
             before = extents.free_ending_at(start)
@@ -41,15 +42,15 @@ def choose(extents: Extents, candidates: Iterable[Extent], size: int) -> list[Ex
     return None
 
 
-def _needed(extents: Extents, imagined: dict[int, Extent], start: int, end: int, size: int) -> list[Extent]:
-    # The run as pieces in address order; free ones carry no extent and have no price.
-    pieces: list[tuple[int, int, Extent | None]] = []
+def _needed(extents: Extents, imagined: dict[int, Entry], start: int, end: int, size: int) -> list[Entry]:
+    # The run as pieces in address order; free ones hold no entry and have no price.
+    pieces: list[tuple[int, int, Entry | None]] = []
     at = start
     while at < end:
-        extent = imagined.get(at)
-        behind = at + extent.nbytes if extent is not None else extents.free_starting_at(at)
+        entry = imagined.get(at)
+        behind = at + entry.extent_bytes if entry is not None else extents.free_starting_at(at)
         assert behind is not None, "a run is made of candidates and free ranges only"
-        pieces.append((behind - at, 0 if extent is None else extent.nbytes, extent))
+        pieces.append((behind - at, 0 if entry is None else behind - at, entry))
         at = behind
     # Of all windows over the pieces that give `size`, the first with the fewest bytes to evict.
     best, least = pieces, end - start + 1
@@ -63,4 +64,4 @@ def _needed(extents: Extents, imagined: dict[int, Extent], start: int, end: int,
             first += 1
         if width >= size and price < least:
             best, least = pieces[first:behind], price
-    return [extent for _, _, extent in best if extent is not None]
+    return [entry for _, _, entry in best if entry is not None]

@@ -93,9 +93,9 @@ class CpuMachine(RuleBasedStateMachine):
         return pages
 
     def records_used(self, slab: int, without_evictable: bool) -> int:
-        users = [held.extent for held in self.held]
-        users += [stored.entry.extent for stored in self.stored if stored.pins or not without_evictable]
-        return sum(extent.slab == slab for extent in users)
+        users = [held.extent.slab for held in self.held]
+        users += [stored.entry.slab for stored in self.stored if stored.pins or not without_evictable]
+        return sum(user.offset == slab * SLAB for user in users)
 
     def has_room(self, pages: int, without_evictable: bool) -> bool:
         free = self.free_pages(without_evictable)
@@ -161,8 +161,9 @@ class CpuMachine(RuleBasedStateMachine):
             return multiple()
         wanted = set(range(held.first + offset, held.first + offset + max(1, pages)))
         slab = held.extent.slab
-        evictable = [s for s in self.stored if s.visible and not s.pins and s.entry.extent.slab == slab]
-        full = self.records_used(slab, without_evictable=False) == RECORDS[slab]
+        evictable = [s for s in self.stored if s.visible and not s.pins and s.entry.slab == slab]
+        number = slab.offset // SLAB
+        full = self.records_used(number, without_evictable=False) == RECORDS[number]
         try:
             piece = self.cpu.carve(held.extent, offset * PAGE, pages * PAGE)
         except ExtentError:
@@ -201,12 +202,13 @@ class CpuMachine(RuleBasedStateMachine):
         if isinstance(held, Held):
             self.publish(held, identity, 0)
 
-    @rule(held=consumes(reservations), identity=IDENTITIES, short=st.integers(0, PAGE))
+    @rule(held=consumes(reservations), identity=IDENTITIES, short=st.integers(0, 2 * PAGE))
     def publish(self, held: Held, identity: bytes, short: int) -> None:
         if held not in self.held:
             return
         extent = held.extent
         nbytes = max(0, extent.nbytes - short)
+        kept = pages_of(extent.offset, max(PAGE, -(-nbytes // PAGE) * PAGE))
         if held.pages != pages_of(extent.offset, extent.nbytes):
             try:
                 self.cpu.publish(extent, identity, nbytes, 1, nbytes, "uint8")
@@ -226,7 +228,7 @@ class CpuMachine(RuleBasedStateMachine):
         assert self.announced.pop() is entry
         assert entry.generation > self.generation
         self.generation = entry.generation
-        self.stored.append(Stored(entry, held.pages, self.fills))
+        self.stored.append(Stored(entry, kept, self.fills))
 
     @rule(identity=IDENTITIES)
     def get(self, identity: bytes) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ec_p2p.engine.arena import PAGE, Arena
-from ec_p2p.engine.extents import Extent, ExtentError, Extents, Life
+from ec_p2p.engine.extents import Extent, ExtentError, Extents
 
 SLAB = 64 << 10
 """One page of table with 4 records, then 15 pages of extents."""
@@ -84,25 +84,25 @@ def test_a_slab_that_its_callback_refuses_stays_closed(arena: Arena) -> None:
 def test_the_smallest_range_that_fits_is_taken(extents: Extents) -> None:
     first, second, third = (reserve(extents, pages) for pages in (5, 3, 2))
     reserve(extents, 5)
-    extents.free(first, Life.RESERVED)
-    extents.free(third, Life.RESERVED)
+    extents.free(first)
+    extents.free(third)
     assert reserve(extents, 2).offset == third.offset
     assert reserve(extents, 2).offset == first.offset
-    assert second.life is Life.RESERVED
+    extents.free(second)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
 def test_freed_neighbours_merge(extents: Extents, order: tuple[int, ...]) -> None:
     parts = [reserve(extents, 5) for _ in range(3)]
     for index in order:
-        extents.free(parts[index], Life.RESERVED)
+        extents.free(parts[index])
     assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
 
 
 def test_a_range_without_a_record_to_spare_is_passed_over(extents: Extents) -> None:
     held = [reserve(extents, 1) for _ in range(4)]
-    assert reserve(extents, 1).slab == 1
-    extents.free(held[2], Life.RESERVED)
+    assert reserve(extents, 1).slab.offset == SLAB
+    extents.free(held[2])
     assert reserve(extents, 1).offset == held[2].offset
 
 
@@ -110,7 +110,7 @@ def test_records_are_distinct_and_in_their_slabs_table(extents: Extents) -> None
     taken = [reserve(extents, 1) for _ in range(13)]
     assert len({extent.record for extent in taken}) == 13
     for extent in taken:
-        assert 0 <= extent.record - extent.slab * SLAB < 4 * 64
+        assert 0 <= extent.record - extent.slab.offset < 4 * 64
     assert extents.reserve(PAGE) is None
 
 
@@ -124,10 +124,10 @@ def test_carving_leaves_gap_and_tail_with_the_window(extents: Extents) -> None:
     assert (window.offset, window.nbytes) == (PAGE, 10 * PAGE)
     tail = extents.carve(window, 4 * PAGE, 6 * PAGE)
     assert tail is not None
-    extents.free(window, Life.RESERVED)
+    extents.free(window)
     assert list(extents.fitting(PAGE)) == [(PAGE, 3 * PAGE), (11 * PAGE, SLAB)]
-    extents.free(piece, Life.RESERVED)
-    extents.free(tail, Life.RESERVED)
+    extents.free(piece)
+    extents.free(tail)
     assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
 
 
@@ -173,26 +173,39 @@ def test_an_entry_must_fit_its_extent(extents: Extents) -> None:
     extents.keep(extent, PAGE)
 
 
-def test_lives_are_checked(extents: Extents) -> None:
-    extent = reserve(extents, 1)
-    with pytest.raises(ExtentError, match="is not entry"):
-        extents.free(extent, Life.ENTRY)
-    extents.keep(extent, 1)
-    with pytest.raises(ExtentError, match="is not reserved"):
-        extents.free(extent, Life.RESERVED)
-    with pytest.raises(ExtentError, match="is not reserved"):
-        extents.carve(extent, 0, 1)
-    extents.free(extent, Life.ENTRY)
-    for life in (Life.ENTRY, Life.RESERVED):
-        with pytest.raises(ExtentError, match="is not"):
-            extents.free(extent, life)
-    with pytest.raises(ExtentError, match="is not reserved"):
-        extents.keep(extent, 1)
+@pytest.mark.parametrize(("nbytes", "pages"), [(0, 1), (PAGE, 1), (PAGE + 1, 2), (4 * PAGE, 4)])
+def test_pages_that_an_entry_does_not_need_are_free_at_once(extents: Extents, nbytes: int, pages: int) -> None:
+    extent = reserve(extents, 4)
+    extents.keep(extent, nbytes)
+    assert list(extents.fitting(PAGE)) == [(extent.offset + pages * PAGE, SLAB)]
+    extents.free_entry(extent.offset, nbytes, extent.slot)
+    assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
     assert extents.free_bytes == 49 * PAGE
+
+
+def test_an_entrys_record_comes_back_with_it(extents: Extents) -> None:
+    held = [reserve(extents, 1) for _ in range(4)]
+    extents.keep(held[1], 1)
+    extents.free_entry(held[1].offset, 1, held[1].slot)
+    assert reserve(extents, 1).record == held[1].record
+
+
+def test_lives_are_checked(extents: Extents) -> None:
+    entry, freed = reserve(extents, 1), reserve(extents, 1)
+    extents.keep(entry, 1)
+    extents.free(freed)
+    for extent in (entry, freed):
+        with pytest.raises(ExtentError, match="is not reserved"):
+            extents.free(extent)
+        with pytest.raises(ExtentError, match="is not reserved"):
+            extents.carve(extent, 0, 1)
+        with pytest.raises(ExtentError, match="is not reserved"):
+            extents.keep(extent, 1)
+    assert extents.free_bytes == 48 * PAGE
 
 
 def test_an_extent_of_another_arena_is_refused(arena: Arena, extents: Extents) -> None:
     foreign = Extents(arena).reserve(PAGE)
     assert foreign is not None
     with pytest.raises(ExtentError, match="another arena"):
-        extents.free(foreign, Life.RESERVED)
+        extents.free(foreign)
