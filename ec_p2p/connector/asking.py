@@ -274,7 +274,7 @@ class Asking:
     def _count_landing(self, nbytes: int, source: str, seconds: float) -> None:
         self._counts.add("fetches", "landed", source)
         self._counts.add("fetched_bytes", source, amount=nbytes)
-        if seconds > 0:
+        if source == "remote" and seconds > 0:
             self._counts.observe_fetch(seconds)
 
     def _missing(self, missing: Missing) -> None:

@@ -19,9 +19,9 @@ PREFIX = "vllm:ec_p2p_"
 SECONDS_BUCKETS = [0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0]
 
 _KNOWN_LABELS = {
-    "lookups": (("local",), ("remote",), ("encoder_cache",), ("missing",)),
-    "fetches": (("landed", "local"), ("landed", "remote"), ("failed", "remote")),
-    "fetched_bytes": (("local",), ("remote",)),
+    "lookups": (("local",), ("disk",), ("remote",), ("encoder_cache",), ("missing",)),
+    "fetches": (("landed", "local"), ("landed", "disk"), ("landed", "remote"), ("failed", "remote")),
+    "fetched_bytes": (("local",), ("disk",), ("remote",)),
     "saves": (("saved",),),
     "adverts": ((),),
 }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ec_p2p.engine.cpu import LocalCPUBackend, OutOfMemory, TooLarge
-from ec_p2p.engine.storage import GIB, StorageManager
+from ec_p2p.config import Config
+from ec_p2p.engine.cpu import OutOfMemory, TooLarge
+from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
 from ec_p2p.identity import CacheEngineKey, entry_identity, stable_u64
 
@@ -18,8 +19,9 @@ class ECCacheEngine:
     """Encoder outputs of one model, each a (tokens, dim) tensor of `encoder_dtype`. Any thread may call.
 
     Entries live in `storage_manager`, which other engines may share and which its maker closes; without one the engine
-    makes its own, of `max_local_cpu_size` bytes. Engines with equal `namespace` see each other's entries; it stands
-    for everything that changes an embedding. Empty: the model's name and the dtype.
+    makes its own, as `config` says (`load_ec_engine_config()` reads one; None: the defaults). Engines with equal
+    `namespace` see each other's entries; it stands for everything that changes an embedding. Empty: the model's name
+    and the dtype.
     """
 
     def __init__(
@@ -29,37 +31,48 @@ class ECCacheEngine:
         *,
         namespace: str = "",
         storage_manager: StorageManager | None = None,
-        max_local_cpu_size: int = GIB,
+        config: Config | None = None,
     ) -> None:
         self.model_name = model_name
         self.encoder_dtype = encoder_dtype
         self._dtype_name = dtype_name(encoder_dtype)
         self.namespace = namespace or f"{model_name}@{self._dtype_name}"
         self._owns_storage = storage_manager is None
-        self.storage_manager = StorageManager(max_local_cpu_size) if storage_manager is None else storage_manager
+        self.storage_manager = StorageManager.of(config or Config()) if storage_manager is None else storage_manager
         self._closed = False
 
     def key(self, mm_hash: str) -> CacheEngineKey:
         """What people call the entry; it is found by its identity, never by this."""
         return CacheEngineKey(self.model_name, 1, 0, stable_u64(mm_hash), self.encoder_dtype)
 
+    def identity(self, mm_hash: str) -> bytes:
+        """What the entry is found by, in every tier."""
+        return entry_identity(self.namespace, mm_hash)
+
     def contains(self, mm_hash: str) -> bool:
-        """Whether a `get` right now would return a tensor."""
-        return self._cpu().peek(self._identity(mm_hash)) is not None
+        """Whether a `get` right now would find the entry, in memory or on disk.
+
+        A damaged file is found out by reading it: then `get` says None, and from then on this says False.
+        """
+        return self._storage().contains(self.identity(mm_hash))
 
     def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Copy a (tokens, dim) tensor in, from any device, cast to `encoder_dtype` in the same copy.
 
         True: it is stored, or was before (then nothing is copied: the first put of a key wins). False: no memory,
         either because what is in use leaves too little or because the tensor is larger than any extent; nothing was
-        evicted. When it returns, the tensor may be overwritten. Raises ValueError unless the tensor is 2-D.
+        evicted. When it returns, the tensor may be overwritten; it never waits for the disk, to which the entry goes
+        behind it. Raises ValueError unless the tensor is 2-D.
         """
         if tensor.dim() != 2:
             raise ValueError(
                 f"cannot store {mm_hash!r}: its tensor has shape {tuple(tensor.shape)}; accepted: (tokens, dim)"
             )
-        cpu, identity = self._cpu(), self._identity(mm_hash)
-        if cpu.get(identity) is not None:
+        storage, identity = self._storage(), self.identity(mm_hash)
+        cpu = storage.cpu
+        entry = cpu.get(identity)
+        if entry is not None:
+            storage.offer(entry)
             return True
         rows, dim = tensor.shape
         nbytes = rows * dim * self.encoder_dtype.itemsize
@@ -76,16 +89,23 @@ class ECCacheEngine:
         return True
 
     def get(self, mm_hash: str, device: str | torch.device = "cpu") -> torch.Tensor | None:
-        """A fresh copy of the entry on `device`, or None if there is none."""
-        cpu = self._cpu()
-        pin = cpu.borrow(self._identity(mm_hash))
+        """A fresh copy of the entry on `device`, or None if there is none. Waits for the disk if it is only there."""
+        storage, identity = self._storage(), self.identity(mm_hash)
+        try:
+            pin = storage.borrow(identity)
+        except (OutOfMemory, TooLarge):
+            return self._get_past_the_arena(identity, device)
         if pin is None:
             return None
         with pin:
             entry = pin.entry
             tensor = torch.empty((entry.rows, entry.dim), dtype=dtype_of(entry.dtype), device=device)
-            copy_out(cpu.arena, entry.offset, tensor)
+            copy_out(storage.arena, entry.offset, tensor)
             return tensor
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was put before is on disk. False: not within `timeout_s`. At once without a disk tier."""
+        return self._storage().flush(timeout_s)
 
     def close(self) -> None:
         """Free the memory, if it is the engine's own. Idempotent; later calls of the rest raise ValueError."""
@@ -101,10 +121,21 @@ class ECCacheEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _cpu(self) -> LocalCPUBackend:
+    def _get_past_the_arena(self, identity: bytes, device: str | torch.device) -> torch.Tensor | None:
+        """What is on disk, where the arena has no room: what `contains` promised must not depend on others' pins."""
+        disk = self._storage().disk
+        filed = None if disk is None else disk.look(identity)
+        if disk is None or filed is None:
+            return None
+        payload = bytearray(filed.nbytes)
+        if disk.read(identity, memoryview(payload)) is None:
+            return None
+        tensor = torch.empty((filed.rows, filed.dim), dtype=dtype_of(filed.dtype))
+        if payload:
+            tensor.view(torch.uint8).view(-1).copy_(torch.frombuffer(payload, dtype=torch.uint8))
+        return tensor.to(device)
+
+    def _storage(self) -> StorageManager:
         if self._closed:
             raise ValueError("the engine is closed")
-        return self.storage_manager.cpu
-
-    def _identity(self, mm_hash: str) -> bytes:
-        return entry_identity(self.namespace, mm_hash)
+        return self.storage_manager

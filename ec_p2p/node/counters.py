@@ -35,9 +35,6 @@ class Counters:
     def items(self) -> list[tuple[Series, float]]:
         return list(self._values.items())
 
-    def flat(self) -> dict[str, float]:
-        return flat(dict(self.items()))
-
 
 def flat(values: Mapping[Series, float]) -> dict[str, float]:
     """'fetches{outcome=landed,peer=host1}' -> value, for tools and tests."""
@@ -59,13 +56,14 @@ def arena_gauges(backend: LocalCPUBackend) -> dict[Series, float]:
     return gauges
 
 
-Gauges = Callable[[], dict[Series, float]]
+Measured = Callable[[], dict[Series, float]]
+"""The values at the time of the call. Called by the thread that serves /metrics, too."""
 
 
 class MetricsServer:
     """The node's /metrics. Absent prometheus_client, there is none and a line in the log says so."""
 
-    def __init__(self, host: str, port: int, counters: Counters, gauges: Gauges) -> None:
+    def __init__(self, host: str, port: int, counts: Measured, gauges: Measured) -> None:
         self.port = 0
         self._server: Any = None
         self._thread: Any = None
@@ -80,7 +78,7 @@ class MetricsServer:
 
         class Collector:
             def collect(self) -> Iterator[Any]:
-                samples = [(CounterMetricFamily, counters.items()), (GaugeMetricFamily, list(gauges().items()))]
+                samples = [(CounterMetricFamily, list(counts().items())), (GaugeMetricFamily, list(gauges().items()))]
                 for family, values in samples:
                     by_name: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
                     for (name, labels), value in values:

@@ -20,6 +20,9 @@ class Encodings:
         """Whether it had been announced."""
         return self._until.pop(identity, None) is not None
 
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._until
+
     def of(self, instance: str) -> list[bytes]:
         return [identity for identity, (owner, _) in self._until.items() if owner == instance]
 

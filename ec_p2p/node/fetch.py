@@ -3,9 +3,11 @@
 Owns every transfer in flight and the landing memory it may still write into. It must never hand out bytes that were
 not validated, nor free memory that a library may still write into. One fetch per identity, however many wait for it.
 
-    WAITING_MEMORY --arena has room--> CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same
-    generation and identity--> (landed) CONNECTING, PAYLOAD, RECORD --failed, late, or not the promised entry-->
-    CONNECTING with the next holder, or (failed)
+    WAITING_MEMORY --arena has room--> CONNECTING
+    CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same generation and identity--> (landed)
+    CONNECTING --only on the holder's disk--> STAGING --the holder answers where it is--> CONNECTING
+    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> CONNECTING with the next holder,
+    or (failed)
 
 The record of the extent is read only after its payload has arrived. The holder invalidates the record before it lets
 the extent be written again, so an unchanged record proves that the payload was whole all the time it was being read.
@@ -18,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
@@ -33,6 +35,7 @@ class Stage(Enum):
     NEXT_HOLDER = "about to try a holder"
     WAITING_MEMORY = "waiting for memory"
     CONNECTING = "connecting"
+    STAGING = "waiting for the holder's disk"
     PAYLOAD = "reading the payload"
     RECORD = "reading the record"
 
@@ -136,7 +139,8 @@ class Fetches:
         return sum(extent.nbytes for _, extent in self._quarantine)
 
     def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
-        """Begin to fetch an entry that some nodes advertise as resident. There must be no fetch of it, and a holder."""
+        """Begin to fetch an entry that some nodes advertise, in memory or on disk. There must be no fetch of it, and
+        a holder."""
         fetch = Fetch(identity, list(holders), now, give_up_at)
         self._fetches[identity] = fetch
         self._drive(fetch, now)
@@ -156,9 +160,25 @@ class Fetches:
                 self._connect(fetch, now)
                 self._drive(fetch, now)
 
+    def staged(self, incarnation: bytes, identity: bytes, advert: Advert | None, now: float) -> None:
+        """A holder has answered a stage request: the entry is in its arena now, or cannot be brought there."""
+        fetch = self._fetches.get(identity)
+        if fetch is None or fetch.stage is not Stage.STAGING or fetch.source.incarnation != incarnation:
+            return  # an answer that came too late
+        if advert is None:
+            self._failed_holder(fetch, "not_staged", now)
+        elif advert.state != EntryState.RESIDENT or _layout(advert) != _layout(fetch.advert):
+            self._failed_holder(fetch, "layout", now)
+        else:
+            fetch.advert = advert
+            fetch.stage = Stage.CONNECTING
+            fetch.stage_deadline = now + self._read_timeout_s
+            self._connect(fetch, now)
+        self._drive(fetch, now)
+
     def peer_gone(self, incarnation: bytes, now: float) -> None:
         for fetch in list(self._fetches.values()):
-            if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == incarnation:
+            if fetch.stage in (Stage.CONNECTING, Stage.STAGING) and fetch.source.incarnation == incarnation:
                 self._failed_holder(fetch, "gone", now)
                 self._drive(fetch, now)
 
@@ -174,6 +194,8 @@ class Fetches:
                     self._allocate(fetch, now)
             elif fetch.stage is Stage.CONNECTING and now >= fetch.stage_deadline:
                 self._failed_holder(fetch, "connect_timeout", now)
+            elif fetch.stage is Stage.STAGING and now >= fetch.stage_deadline:
+                self._failed_holder(fetch, "stage_timeout", now)
             self._drive(fetch, now)
         if self._quarantine:
             self._quarantine = [held for held in self._quarantine if not self._settled(*held)]
@@ -184,7 +206,7 @@ class Fetches:
         for fetch in self._fetches.values():
             if fetch.stage is Stage.WAITING_MEMORY:
                 yield fetch.give_up_at
-            elif fetch.stage is Stage.CONNECTING:
+            elif fetch.stage in (Stage.CONNECTING, Stage.STAGING):
                 yield fetch.stage_deadline
 
     def close(self) -> None:
@@ -229,6 +251,9 @@ class Fetches:
             return  # its adverts came before itself: wait for `peer_ready`
         if peer.state is PeerState.UNUSABLE:
             self._failed_holder(fetch, "unusable", now)
+        elif advert.state == EntryState.DISK:
+            if peer.state is PeerState.READY and self._peers.stage(peer, fetch.identity):
+                fetch.stage = Stage.STAGING
         elif peer.covers(advert.offset, advert.nbytes) and peer.covers(advert.record, RECORD_BYTES):
             self._post(fetch, Stage.PAYLOAD, now)
         else:
@@ -333,6 +358,10 @@ class Fetches:
     def _release(self, extent: Extent) -> None:
         self._backend.release(extent)
         self._memory_freed = True
+
+
+def _layout(advert: Advert) -> tuple[int, int, int, str]:
+    return advert.nbytes, advert.rows, advert.dim, advert.dtype
 
 
 def record_place(nbytes: int) -> int:

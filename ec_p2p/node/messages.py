@@ -165,9 +165,9 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     dim: int
     dtype: str
     source: str
-    """'local' when this host already had it, else 'remote'."""
+    """'local' when this host had it in memory, 'disk' when it was on its disk, else 'remote'."""
     seconds: float
-    """Time the fetch took inside the node, from its start to landed; 0.0 for 'local'."""
+    """Time the fetch or the staging took inside the node, from its start to landed; 0.0 for 'local'."""
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
@@ -192,7 +192,7 @@ class Pending(msgspec.Struct, frozen=True, array_like=True, tag="pending"):
     want: int
     index: int
     why: str
-    """'fetching', 'encoding' or 'expected'."""
+    """'fetching', 'staging', 'encoding' or 'expected'."""
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True, tag="window"):

@@ -1,8 +1,9 @@
 """The other nodes, as far as reading from them goes.
 
-Owns the ROUTER that hands out this node's card, one DEALER per known peer, and the state of each connection. It must
-never decide what to read. Peers are learned from the directory only, and connected to as soon as they appear there:
-first contact costs tens of milliseconds and would otherwise be paid by a request.
+Owns the ROUTER that hands out this node's card and takes stage requests, one DEALER per known peer, and the state of
+each connection. It must never decide what to read or to stage. Peers are learned from the directory only, and
+connected to as soon as they appear there: first contact costs tens of milliseconds and would otherwise be paid by a
+request.
 
     ASKING --card--> READY --advert beyond what the card covers--> ASKING (and still readable below)
     ASKING --card of another transport--> UNUSABLE
@@ -19,7 +20,17 @@ from typing import Any
 import zmq
 
 from ec_p2p.control.codec import BadFrame, decode, encode
-from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, NodeInfo, Refused, ToPeer
+from ec_p2p.control.messages import (
+    PROTOCOL_VERSION,
+    Card,
+    CardRequest,
+    FromPeer,
+    NodeInfo,
+    Refused,
+    StageAnswer,
+    StageRequest,
+    ToPeer,
+)
 from ec_p2p.control.sockets import bound_port, open_socket, send_now
 from ec_p2p.transport.interface import Transport, TransportError
 
@@ -55,7 +66,8 @@ class Peer:
 class Peers:
     """All peers of one node, and the port on which they ask this node for its card. Used by the node's loop only.
 
-    `on_ready(peer)` is called when a peer's card has been taken in.
+    `on_ready(peer)` is called when a peer's card has been taken in, `on_asked(route, request)` when a peer wants
+    entries staged, and `on_staged(incarnation, answer)` when a peer has answered such a request of this node.
     """
 
     def __init__(
@@ -67,6 +79,8 @@ class Peers:
         port: int,
         card: Callable[[], Card],
         on_ready: Callable[[Peer], None],
+        on_asked: Callable[[bytes, StageRequest], None],
+        on_staged: Callable[[bytes, StageAnswer], None],
         on_bad_frame: Callable[[str, BadFrame], None],
     ) -> None:
         self._context = context
@@ -74,6 +88,8 @@ class Peers:
         self._incarnation = incarnation
         self._card = card
         self._on_ready = on_ready
+        self._on_asked = on_asked
+        self._on_staged = on_staged
         self._on_bad_frame = on_bad_frame
         self._peers: dict[bytes, Peer] = {}
         self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
@@ -129,6 +145,14 @@ class Peers:
         if send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation))):
             peer.asked_at = now
 
+    def stage(self, peer: Peer, identity: bytes) -> bool:
+        """Ask a peer to bring an entry into its arena. False: it cannot be asked now."""
+        return send_now(peer.socket, encode(StageRequest(PROTOCOL_VERSION, [identity])))
+
+    def answer(self, route: bytes, message: Card | Refused | StageAnswer) -> None:
+        """Answer whoever asked by `route`. Where it is lost, the peer asks again or goes elsewhere."""
+        send_now(self._router, route, encode(message))
+
     def tick(self, now: float) -> None:
         for peer in self._peers.values():
             if peer.state is PeerState.ASKING:
@@ -160,17 +184,16 @@ class Peers:
                 if len(frames) != 2:
                     raise BadFrame(f"{len(frames)} frames in one message, accepted: 2")
                 message: ToPeer = decode(frames[1], ToPeer)
-                if not isinstance(message, CardRequest):
-                    raise BadFrame("a stage request, and nothing is staged here")
             except BadFrame as error:
                 self._on_bad_frame("peer", error)
                 continue
-            answer: Card | Refused = (
-                self._card()
-                if message.version == PROTOCOL_VERSION
-                else Refused(f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}")
-            )
-            send_now(self._router, frames[0], encode(answer))  # where it is lost, the peer asks again
+            if message.version != PROTOCOL_VERSION:
+                reason = f"peer speaks version {message.version}, this node speaks {PROTOCOL_VERSION}"
+                self.answer(frames[0], Refused(reason))
+            elif isinstance(message, CardRequest):
+                self.answer(frames[0], self._card())
+            else:
+                self._on_asked(frames[0], message)
 
     def _learn(self, peer: Peer) -> None:
         for _ in range(64):
@@ -183,31 +206,32 @@ class Peers:
             except BadFrame as error:
                 self._on_bad_frame("peer", error)
                 continue
-            if isinstance(answer, Refused):
+            if isinstance(answer, Card):
+                self._take_in(peer, answer)
+            elif isinstance(answer, StageAnswer):
+                self._on_staged(peer.info.incarnation, answer)
+            else:
                 logger.warning("node %s refused: %s", peer.info.name, answer.reason)
-                continue
-            if (
-                not isinstance(answer, Card)
-                or answer.version != PROTOCOL_VERSION
-                or answer.incarnation != peer.info.incarnation
-            ):
-                continue  # somebody else answers at that address by now; the directory will say so
-            if answer.transport != self._transport.kind:
-                logger.warning(
-                    "node %s uses transport %s, this node uses %s: nothing can be read from it",
-                    peer.info.name,
-                    answer.transport,
-                    self._transport.kind,
-                )
-                peer.state = PeerState.UNUSABLE
-                continue
-            if answer.revision < peer.revision:
-                continue
-            try:
-                self._transport.connect(peer.key, answer.blob)
-            except TransportError as error:
-                logger.warning("cannot connect to node %s: %s", peer.info.name, error)
-                continue
-            peer.revision, peer.registered = answer.revision, answer.registered
-            peer.state = PeerState.READY
-            self._on_ready(peer)
+
+    def _take_in(self, peer: Peer, card: Card) -> None:
+        if card.version != PROTOCOL_VERSION or card.incarnation != peer.info.incarnation:
+            return  # somebody else answers at that address by now; the directory will say so
+        if card.transport != self._transport.kind:
+            logger.warning(
+                "node %s uses transport %s, this node uses %s: nothing can be read from it",
+                peer.info.name,
+                card.transport,
+                self._transport.kind,
+            )
+            peer.state = PeerState.UNUSABLE
+            return
+        if card.revision < peer.revision:
+            return
+        try:
+            self._transport.connect(peer.key, card.blob)
+        except TransportError as error:
+            logger.warning("cannot connect to node %s: %s", peer.info.name, error)
+            return
+        peer.revision, peer.registered = card.revision, card.registered
+        peer.state = PeerState.READY
+        self._on_ready(peer)

@@ -3,7 +3,8 @@
 Owns windows and commits, and decides when the fleet is told: that an entry is being encoded, that it is here, that it
 is gone. It must never advertise bytes that are not in place.
 
-    (encoding announced) -> PENDING advert -> commit -> entry, RESIDENT advert -> eviction -> withdrawal
+    (encoding announced) -> PENDING advert -> commit -> entry, RESIDENT advert -> eviction -> DISK advert where the
+    entry is on disk by then, else withdrawal
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from ec_p2p.control.messages import Advert, EntryState
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.filed import Filed
 from ec_p2p.engine.generation import check
+from ec_p2p.node.adverts import on_disk, pending, resident
 from ec_p2p.node.counters import Counters
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
@@ -26,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """Used by the node's loop only. `on_freed()` is called when a window's rest is free again, `on_change(identity)`
-    when an entry was stored or its encode given up."""
+    """Used by the node's loop only. `on_disk(identity)` tells what is known to be on disk. `on_freed()` is called
+    when a window's rest is free again, `on_change(identity)` when an entry was stored or its encode given up."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Saving:
         sessions: Sessions,
         links: DirectoryLinks,
         counters: Counters,
+        on_disk: Callable[[bytes], Filed | None],
         on_freed: Callable[[], None],
         on_change: Callable[[bytes], None],
     ) -> None:
@@ -42,6 +45,7 @@ class Saving:
         self._sessions = sessions
         self._links = links
         self._counters = counters
+        self._on_disk = on_disk
         self._on_freed = on_freed
         self._on_change = on_change
         self._encodings = Encodings()
@@ -111,25 +115,39 @@ class Saving:
         piece = self._backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
         return self._backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
 
+    # -------------------------------------------------------- what the fleet is told
+
     def advertise(self, entry: Entry) -> None:
+        """The entry is in the arena."""
         self._counters.add("adverts")
-        self._links.store(
-            Advert(
-                entry.identity,
-                EntryState.RESIDENT,
-                entry.nbytes,
-                entry.rows,
-                entry.dim,
-                entry.dtype,
-                entry.offset,
-                entry.record_offset,
-                entry.generation,
-            )
-        )
+        self._links.store(resident(entry))
 
     def evicted(self, entry: Entry) -> None:
+        """The entry is in the arena no more."""
         self._counters.add("evictions")
-        self._links.withdraw(entry.identity)
+        self._tell(entry.identity)
+
+    def filed(self, identity: bytes) -> None:
+        """The entry is on disk from now on, or was found there."""
+        if self._backend.peek(identity) is None:
+            self._tell(identity)
+            self._on_change(identity)
+
+    def lost(self, identity: bytes) -> None:
+        """The entry is on disk no more."""
+        if self._backend.peek(identity) is None:
+            self._tell(identity)
+
+    def _tell(self, identity: bytes) -> None:
+        """What is true of an entry that is not in the arena."""
+        filed = self._on_disk(identity)
+        if filed is not None:
+            self._counters.add("adverts")
+            self._links.store(on_disk(filed))
+        elif identity in self._encodings:
+            self._links.store(pending(identity))
+        else:
+            self._links.withdraw(identity)
 
     # -------------------------------------------------------- encodes
 
@@ -138,7 +156,7 @@ class Saving:
         for identity in identities:
             if self._backend.peek(identity) is None:
                 self._encodings.begin(identity, session.attach.instance, now)
-                self._links.store(Advert(identity, EntryState.PENDING, 0, 0, 0, "unknown", 0, 0, 0))
+                self._tell(identity)
 
     def encoded_by_another(self, identity: bytes, instance: str) -> bool:
         return self._encodings.by_another(identity, instance)
@@ -151,5 +169,5 @@ class Saving:
     def _give_up(self, identity: bytes) -> None:
         self._encodings.end(identity)
         if self._backend.peek(identity) is None:
-            self._links.withdraw(identity)
+            self._tell(identity)
         self._on_change(identity)

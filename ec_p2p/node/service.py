@@ -17,14 +17,16 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
-from ec_p2p.control.messages import NodeInfo
-from ec_p2p.engine.arena import Arena
-from ec_p2p.engine.cpu import Entry, LocalCPUBackend
+from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
+from ec_p2p.engine.cpu import Entry
+from ec_p2p.engine.storage import StorageManager
 from ec_p2p.node import network
 from ec_p2p.node.counters import Counters, MetricsServer, Series, arena_gauges, flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
+from ec_p2p.node.loop import Loop, Part
+from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.messages import (
     CLIENT_PROTOCOL_VERSION,
     Attached,
@@ -43,16 +45,20 @@ from ec_p2p.node.messages import (
     ToNode,
     Want,
 )
-from ec_p2p.node.pacing import Pacing
 from ec_p2p.node.peers import Peer, Peers
 from ec_p2p.node.registration import Registration
 from ec_p2p.node.saving import Saving
 from ec_p2p.node.sessions import Session, Sessions
 from ec_p2p.node.sources import FleetSources
+from ec_p2p.node.stage_requests import StageRequests
+from ec_p2p.node.staging import Staging
 from ec_p2p.node.wants import Wants
 from ec_p2p.transport import open_transport
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_S = 20.0
+"""How long a leaving node writes to disk what waits for it: within the 30 s that Kubernetes gives."""
 
 
 class Node:
@@ -73,10 +79,14 @@ class Node:
         with contextlib.ExitStack() as resources:
             self._open(resources)
             self._resources = resources.pop_all()
-        self._pacing = Pacing()
-        self._poller = zmq.Poller()
-        self._targets: dict[Any, Any] = {}
-        self._watch_again = True
+        parts = [
+            Part(self._sessions.poll_targets, self._hear_client),
+            Part(self._peers.poll_targets, self._peers.on_ready),
+            Part(self._links.poll_targets, self._links.on_ready),
+            Part(self.transport.sockets, lambda _: self.transport.progress()),
+            Part(lambda: [self._mailbox.fd], lambda _: self._mailbox.run()),
+        ]
+        self._loop = Loop(parts, on_error=lambda: self.counters.add("errors"))
 
     def _open(self, resources: contextlib.ExitStack) -> None:
         """Make the parts, each after those it needs; `resources` closes them in the opposite order."""
@@ -84,13 +94,23 @@ class Node:
         resources.callback(self._context.destroy, linger=0)
         config = self.config
         advertise, bind = network.hosts(config)
-        self.arena = Arena.create(config.max_local_cpu_size, config.slab_size)
-        resources.callback(self.arena.close)
         # The clients' address is also the lock on the node's name: taken before anything expensive.
         self._sessions = Sessions(
-            config, self._describe, self.arena.fd, self._on_message, self._on_client_gone, self._on_bad_frame
+            config, self._describe, lambda: self.arena.fd, self._on_message, self._on_client_gone, self._on_bad_frame
         )
         resources.callback(self._sessions.close)
+        self._mailbox = Mailbox()
+        resources.callback(self._mailbox.close)
+        self.storage = StorageManager.of(
+            config,
+            on_slab=lambda offset, nbytes: self._registration.on_slab(offset, nbytes),
+            on_evicted=lambda entry: self._saving.evicted(entry),
+            # From the disk tier's threads; the pin of what was written is open until then.
+            on_filed=lambda filed: self._mailbox.post(lambda: self._on_filed(filed.identity)),
+            on_lost=lambda identity: self._mailbox.post(lambda: self._saving.lost(identity)),
+        )
+        resources.callback(self.storage.close, _DRAIN_S)
+        self.arena, self.backend = self.storage.arena, self.storage.cpu
         self.transport = open_transport(
             config.transport,
             self.incarnation.hex(),
@@ -101,10 +121,7 @@ class Node:
             advertise_host=advertise,
         )
         resources.callback(self.transport.close)
-        registration = Registration(self.transport, self.incarnation, self.counters)
-        self.backend = LocalCPUBackend(
-            self.arena, on_slab=registration.on_slab, on_evicted=lambda entry: self._saving.evicted(entry)
-        )
+        self._registration = Registration(self.transport, self.incarnation, self.counters)
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
         self.backend.release(self.backend.reserve(1))
         self._peers = Peers(
@@ -113,8 +130,10 @@ class Node:
             self.incarnation,
             bind,
             config.peer_port,
-            registration.card,
+            self._registration.card,
             self._on_peer_ready,
+            self._on_stage_request,
+            self._on_stage_answer,
             self._on_bad_frame,
         )
         resources.callback(self._peers.close)
@@ -129,7 +148,20 @@ class Node:
             on_down=self._on_peer_gone,
         )
         resources.callback(self._links.close)
-        self._leases = Leases(on_end=lambda: self._fetches.memory_freed())
+        self._leases = Leases(on_end=self._memory_freed)
+        self._staging = Staging(
+            self.storage,
+            self._mailbox,
+            self.counters,
+            config.read_timeout_s,
+            self._on_staged,
+            self._on_not_staged,
+            lambda identity: self._wants.changed(identity, time.monotonic()),
+        )
+        resources.callback(self._staging.close)
+        self._stage_requests = StageRequests(
+            self.backend, self._staging, self.counters, config.read_timeout_s, self._peers.answer
+        )
         self._fetches = Fetches(
             self.backend,
             self.arena.buffer,
@@ -147,20 +179,23 @@ class Node:
             self._sessions,
             self._links,
             self.counters,
-            on_freed=self._fetches.memory_freed,
+            on_disk=self._staging.find,
+            on_freed=self._memory_freed,
             on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
         )
         self.sources = FleetSources(self.incarnation, self._links, self._peers, self._saving)
         self._wants = Wants(
             self.backend,
+            self._staging,
             self._fetches,
             self._leases,
             self.sources,
             self.counters,
+            self.storage.offer,
             self._sessions.send,
             self._readers_ready,
         )
-        self._metrics = MetricsServer(config.metrics_host, config.metrics_port, self.counters, self._gauges)
+        self._metrics = MetricsServer(config.metrics_host, config.metrics_port, self._counts, self._gauges)
         resources.callback(self._metrics.close)
 
     # -------------------------------------------------------- life
@@ -189,18 +224,18 @@ class Node:
 
     def turn(self) -> None:
         """One turn of the loop: wait for something to do, at most until the next deadline, and do it."""
-        if self._watch_again:
-            self._watch()
         # A transport with sockets wakes the poll; one without has to be asked.
         unheard_since = 0.0 if self.transport.sockets() else self._fetches.newest_transfer_at
-        ready = self._pacing.wait(self._poller, unheard_since, self._next_deadline)
+        ready = self._loop.wait(unheard_since, self._next_deadline)
         now = time.monotonic()
-        for target, _ in ready:
-            self._hear(target)
+        for target in ready:
+            self._loop.hear(target)
         if self._fetches.transfers or self._fetches.memory_pending:
             self._fetches.progress(now)
+        if self._staging.memory_pending:
+            self._staging.progress(now)
         self._links.flush(now)
-        if self._pacing.tick_due(now):
+        if self._loop.tick_due(now):
             self._tick(now)
 
     def close(self) -> None:
@@ -217,21 +252,9 @@ class Node:
 
     # -------------------------------------------------------- the loop's parts
 
-    def _hear(self, target: Any) -> None:
-        """Handle what became readable. Whatever somebody sends, the node goes on."""
-        owner = self._targets.get(target)
-        try:
-            if owner is self._sessions:
-                self._watch_again |= self._sessions.on_ready(target)
-            elif owner is self._peers:
-                self._peers.on_ready(target)
-            elif owner is self._links:
-                self._links.on_ready(target)
-            elif owner is self.transport:
-                self.transport.progress()
-        except Exception:
-            self.counters.add("errors")
-            logger.exception("an error of this node, not of its clients; going on")
+    def _hear_client(self, target: Any) -> None:
+        if self._sessions.on_ready(target):
+            self._loop.watch_again()
 
     def _next_deadline(self, now: float) -> float:
         deadline = self._links.next_tick(now)
@@ -239,40 +262,26 @@ class Node:
             deadline = min(deadline, candidate)
         for candidate in self._fetches.deadlines():
             deadline = min(deadline, candidate)
+        for candidate in self._staging.deadlines():
+            deadline = min(deadline, candidate)
         return deadline
 
     def _tick(self, now: float) -> None:
         self.transport.progress()
         self._fetches.progress(now)
+        self._staging.progress(now)
         self._sessions.tick(now)
         self._peers.tick(now)
         self._links.tick(now)
         self._wants.tick(now)
         self._saving.tick(now)
         # Peers, directories and transports open and close sockets in their ticks; a set comparison is cheap.
-        self._watch_again = True
+        self._loop.watch_again()
         if self._sessions:
             self._lonely_since = now
         elif self._spawned and now - self._lonely_since >= self.config.grace_s:
             logger.info("no client for %.0f s", self.config.grace_s)
             self._stopping = True
-
-    def _watch(self) -> None:
-        self._watch_again = False
-        targets: dict[Any, Any] = {}
-        for owner in (self._sessions, self._peers, self._links):
-            for target in owner.poll_targets():
-                targets[target] = owner
-        for target in self.transport.sockets():
-            targets[target] = self.transport
-        if targets.keys() == self._targets.keys():
-            self._targets = targets
-            return
-        # A new poller: an old one may still hold sockets that are closed by now.
-        self._targets = targets
-        self._poller = zmq.Poller()
-        for target in targets:
-            self._poller.register(target, zmq.POLLIN)
 
     # -------------------------------------------------------- what clients say
 
@@ -310,31 +319,56 @@ class Node:
         if session.attach.kind == "worker":
             self._leases.reader_gone(session.attach.instance, session.attach.rank)
         self._saving.session_gone(session)
-        self._watch_again = True
+        self._loop.watch_again()
 
     def _readers_ready(self, session: Session, readers: int) -> bool:
         """A scheduler may be promised an entry only when those who will copy it have mapped this arena."""
         return session.attach.kind == "tool" or self._sessions.workers_of(session.attach.instance) >= readers
 
-    # -------------------------------------------------------- fetching
+    # -------------------------------------------------------- fetching and staging
 
     def _on_landed(self, entry: Entry, fetch: Fetch) -> None:
-        self._wants.landed(entry, fetch.started_at)
-        self._fetches.memory_freed()  # where nobody leased it, it may be evicted again
+        self._wants.landed(entry, "remote", fetch.started_at)
+        self._memory_freed()  # where nobody leased it, it may be evicted again
         if self.config.share_fetched:
             self._saving.advertise(entry)
 
+    def _on_staged(self, entry: Entry, started_at: float) -> None:
+        self._wants.landed(entry, "disk", started_at)
+        self._memory_freed()
+        self._stage_requests.staged(entry)
+        self._saving.advertise(entry)
+
+    def _on_not_staged(self, identity: bytes, reason: str) -> None:
+        self._stage_requests.failed(identity)
+        self._wants.not_staged(identity, reason, time.monotonic())
+        self._memory_freed()
+
+    def _on_filed(self, identity: bytes) -> None:
+        self._saving.filed(identity)
+        self._memory_freed()  # what has been written may be evicted
+
+    def _on_stage_request(self, route: bytes, request: StageRequest) -> None:
+        self._stage_requests.ask(route, request.identities, time.monotonic())
+
+    def _on_stage_answer(self, incarnation: bytes, answer: StageAnswer) -> None:
+        self._fetches.staged(incarnation, answer.identity, answer.advert, time.monotonic())
+
+    def _memory_freed(self) -> None:
+        self._fetches.memory_freed()
+        self._staging.memory_freed()
+
     def _on_peer_up(self, info: NodeInfo) -> None:
         self._peers.up(info, time.monotonic())
-        self._watch_again = True
+        self._loop.watch_again()
 
     def _on_peer_ready(self, peer: Peer) -> None:
-        self._watch_again = True  # the transport may have opened a socket
+        self._loop.watch_again()  # the transport may have opened a socket
         self._fetches.peer_ready(peer, time.monotonic())
 
     def _on_peer_gone(self, incarnation: bytes) -> None:
         self._peers.down(incarnation)
-        self._watch_again = True
+        self._loop.watch_again()
         self._fetches.peer_gone(incarnation, time.monotonic())
 
     # -------------------------------------------------------- being seen
@@ -354,14 +388,22 @@ class Node:
             self._metrics.port,
         )
 
+    def _counts(self) -> dict[Series, float]:
+        counts = dict(self.counters.items())
+        if self.storage.disk is not None:
+            counts.update(self.storage.disk.counts())
+        return counts
+
     def _gauges(self) -> dict[Series, float]:
         info = {"name": self.config.name, "incarnation": self.incarnation.hex(), "transport": self.transport.kind}
         return {
             **arena_gauges(self.backend),
+            **({} if self.storage.disk is None else self.storage.disk.gauges()),
             ("sessions", ()): len(self._sessions),
             ("leases", ()): len(self._leases),
             ("wants_waiting", ()): len(self._wants),
             ("fetches_in_flight", ()): len(self._fetches),
+            ("stagings_in_flight", ()): len(self._staging),
             ("quarantined_bytes", ()): self._fetches.quarantined_bytes,
             ("peers_ready", ()): self._peers.ready_count(),
             ("directory_connected", ()): self._links.connected,
@@ -378,4 +420,4 @@ class Node:
             "directory": ",".join(self.config.directories),
             "pid": str(os.getpid()),
         }
-        return Inspection(token, node, self.counters.flat(), flat(self._gauges()), self._peers.names())
+        return Inspection(token, node, flat(self._counts()), flat(self._gauges()), self._peers.names())

@@ -73,7 +73,7 @@ class Sessions:
         self,
         config: Config,
         describe: Callable[[], Attached],
-        arena_fd: int,
+        arena_fd: Callable[[], int],
         on_message: Callable[[Session, ToNode], None],
         on_closed: Callable[[Session], None],
         on_bad_frame: Callable[[str, BadFrame], None],
@@ -238,7 +238,7 @@ class Sessions:
                 sock.close()
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            socket.send_fds(sock, [encode(self._describe())], [self._arena_fd])
+            socket.send_fds(sock, [encode(self._describe())], [self._arena_fd()])
         except OSError as error:
             logger.warning("a client went away while attaching: %s", error)
             sock.close()

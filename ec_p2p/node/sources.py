@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 
-from ec_p2p.control.messages import EntryState, NodeInfo
+from ec_p2p.control.messages import EntryState
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Holder
 from ec_p2p.node.peers import Peers, PeerState
@@ -24,15 +24,15 @@ class FleetSources:
         self._saving = saving
 
     def holders(self, identity: bytes) -> list[Holder]:
-        """Other nodes whose arena holds the entry: those that can be read now first, each reader in an order of its
-        own, so that a popular entry is not read from one holder only."""
+        """Other nodes that hold the entry: those with it in memory first, those that can be read now first among them,
+        each reader in an order of its own, so that a popular entry is not read from one holder only."""
         found = [
             (info, advert)
             for info, advert in self._links.lookup(identity)
-            if advert.state == EntryState.RESIDENT and info.incarnation != self._incarnation
+            if advert.state != EntryState.PENDING and info.incarnation != self._incarnation
         ]
         if len(found) > 1:
-            found.sort(key=lambda holder: self._rank(holder[0]))
+            found.sort(key=self._rank)
         return found
 
     def encoded_here(self, identity: bytes, instance: str) -> bool:
@@ -44,6 +44,11 @@ class FleetSources:
             for info, advert in self._links.lookup(identity)
         )
 
-    def _rank(self, info: NodeInfo) -> tuple[bool, int]:
+    def _rank(self, holder: Holder) -> tuple[bool, bool, int]:
+        info, advert = holder
         peer = self._peers.get(info.incarnation)
-        return peer is None or peer.state is not PeerState.READY, zlib.crc32(self._incarnation + info.incarnation)
+        return (
+            advert.state == EntryState.DISK,
+            peer is None or peer.state is not PeerState.READY,
+            zlib.crc32(self._incarnation + info.incarnation),
+        )

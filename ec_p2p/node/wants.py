@@ -1,10 +1,13 @@
 """Wants: requests of this host's instances for entries, until each item is answered.
 
-Owns who waits for what. It must never move bytes: it asks `Sources` what is where and tells `Fetches` to start. An
-item is answered exactly once, by Landed (with a lease) or by Missing (with one of MISSING_REASONS):
+Owns who waits for what. It must never move bytes: it asks `Sources` what is where and tells `Staging` and `Fetches` to
+start. An item is answered exactly once, by Landed (with a lease) or by Missing (with one of MISSING_REASONS). Where an
+entry may be is tried in this order:
 
-    NEW --held here, right rows--> LANDED
+    NEW --in the arena, right rows--> LANDED
+    NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable--> NEW, but for this
     NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then MISSING
+    NEW --this host has a folder that others may write to--> LOOKING --looked--> NEW, but for this
     NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
     NEW --nothing of the kind--> MISSING
     any --deadline--> MISSING
@@ -23,13 +26,14 @@ from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
 from ec_p2p.node.sessions import Session
+from ec_p2p.node.staging import Staging
 
 
 class Sources(Protocol):
     """Where an entry might come from, as the node knows it now."""
 
     def holders(self, identity: bytes) -> list[Holder]:
-        """Other nodes that advertise it as resident, best first."""
+        """Other nodes that advertise it, best first."""
         ...
 
     def encoded_here(self, identity: bytes, instance: str) -> bool:
@@ -44,7 +48,7 @@ class Sources(Protocol):
 class Waiting:
     """One want with unanswered items."""
 
-    __slots__ = ("deadline", "expect_until", "expecting", "open", "retried", "session", "want")
+    __slots__ = ("deadline", "expect_until", "expecting", "looked", "open", "retried", "session", "staged", "want")
 
     def __init__(self, session: Session, want: Want, now: float) -> None:
         self.session = session
@@ -53,27 +57,33 @@ class Waiting:
         self.expect_until = now + want.expect_ms / 1000
         self.expecting = want.expect_ms > 0
         self.open = set(range(len(want.items)))
+        self.staged: set[int] = set()
+        self.looked: set[int] = set()
         self.retried: set[int] = set()
 
 
 class Wants:
-    """All unanswered wants of one node. Used by the node's loop only."""
+    """All unanswered wants of one node. Used by the node's loop only. `on_used(entry)`: somebody needs it again."""
 
     def __init__(
         self,
         backend: LocalCPUBackend,
+        staging: Staging,
         fetches: Fetches,
         leases: Leases,
         sources: Sources,
         counters: Counters,
+        on_used: Callable[[Entry], None],
         send: Callable[[Session, FromNode], None],
         readers_ready: Callable[[Session, int], bool],
     ) -> None:
         self._backend = backend
+        self._staging = staging
         self._fetches = fetches
         self._leases = leases
         self._sources = sources
         self._counters = counters
+        self._on_used = on_used
         self._send = send
         self._readers_ready = readers_ready
         self._waiting: dict[tuple[int, int], Waiting] = {}
@@ -117,10 +127,11 @@ class Wants:
             self._try(waiting, index, now)
             self._retire(waiting)
 
-    def landed(self, entry: Entry, started_at: float) -> None:
-        """A fetch has landed: everybody who waited gets a lease before anything else may evict the entry."""
+    def landed(self, entry: Entry, source: str, started_at: float) -> None:
+        """A fetch ('remote') or a staging ('disk') has landed: everybody who waited gets a lease before anything else
+        may evict the entry."""
         for waiting, index in self._waiters(entry.identity):
-            self._answer(waiting, index, entry, "remote", started_at)
+            self._answer(waiting, index, entry, source, started_at)
             self._retire(waiting)
 
     def failed(self, identity: bytes, reason: str, now: float) -> None:
@@ -129,6 +140,15 @@ class Wants:
             if reason == "failed" and index not in waiting.retried:
                 waiting.retried.add(index)
                 self._try(waiting, index, now, otherwise="failed")
+            else:
+                self._missing(waiting, index, reason)
+            self._retire(waiting)
+
+    def not_staged(self, identity: bytes, reason: str, now: float) -> None:
+        """A staging has failed. What is unreadable here may be elsewhere; what finds no room here never will."""
+        for waiting, index in self._waiters(identity):
+            if reason in ("unreadable", "late"):
+                self._try(waiting, index, now)
             else:
                 self._missing(waiting, index, reason)
             self._retire(waiting)
@@ -142,8 +162,7 @@ class Wants:
             elif waiting.expecting and now >= waiting.expect_until:
                 waiting.expecting = False
                 for index in list(waiting.open):
-                    if waiting.want.items[index].identity not in self._fetches:
-                        self._try(waiting, index, now)
+                    self._try(waiting, index, now)
             self._retire(waiting)
 
     def deadlines(self) -> Iterable[float]:
@@ -173,6 +192,9 @@ class Wants:
         entry = self._backend.peek(identity)
         if entry is not None:
             return entry.nbytes
+        filed = self._staging.find(identity)
+        if filed is not None:
+            return filed.nbytes
         for _, advert in self._sources.holders(identity):
             return landing_bytes(advert.nbytes)
         return 0
@@ -183,10 +205,13 @@ class Wants:
         item = waiting.want.items[index]
         entry = self._backend.get(item.identity)
         if entry is not None:
+            self._on_used(entry)
             self._answer(waiting, index, entry, "local", None)
             return
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
+            return
+        if self._bring_from_disk(waiting, index, now):
             return
         if not waiting.want.local_only:
             holders = self._sources.holders(item.identity)
@@ -199,11 +224,39 @@ class Wants:
             if holders:
                 self._missing(waiting, index, "rows")
                 return
+        if self._look_into_the_folder(waiting, index, now):
+            return
         if self._being_encoded(waiting, item.identity):
             return
         if waiting.expecting:
             return
         self._missing(waiting, index, otherwise)
+
+    def _bring_from_disk(self, waiting: Waiting, index: int, now: float) -> bool:
+        """Whether the item is on its way from this host's disk; once per item, since what was unreadable stays so."""
+        identity = waiting.want.items[index].identity
+        if identity in self._staging:
+            self._staging.extend(identity, waiting.deadline)
+            waiting.staged.add(index)
+            return True
+        filed = None if index in waiting.staged else self._staging.find(identity)
+        if filed is None:
+            return False
+        waiting.staged.add(index)
+        # Indexed first: it may end inside `start`, and whoever waits is found through the index.
+        self._by_identity[identity].add(((waiting.session.sid, waiting.want.want), index))
+        self._staging.start(filed, now, waiting.deadline)
+        return True
+
+    def _look_into_the_folder(self, waiting: Waiting, index: int, now: float) -> bool:
+        """Whether the item waits for a look at what others may have written; one look per item."""
+        if not self._staging.can_look:
+            return False
+        identity = waiting.want.items[index].identity
+        if index not in waiting.looked:
+            waiting.looked.add(index)
+            self._staging.look(identity, now)
+        return self._staging.looking(identity)
 
     def _being_encoded(self, waiting: Waiting, identity: bytes) -> bool:
         return self._sources.encoded_here(identity, waiting.session.attach.instance) or (
@@ -213,6 +266,8 @@ class Wants:
     def _why(self, waiting: Waiting, identity: bytes) -> str:
         if identity in self._fetches:
             return "fetching"
+        if identity in self._staging or self._staging.looking(identity):
+            return "staging"
         return "encoding" if self._being_encoded(waiting, identity) else "expected"
 
     def _waiters(self, identity: bytes) -> list[tuple[Waiting, int]]:

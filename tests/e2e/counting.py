@@ -33,18 +33,19 @@ class Change:
         return self.server.metrics() - self._before
 
     def settles(self, **expected: int) -> None:
-        """Wait until the counts are these: encodes, landed_local, landed_remote, missing, encoder_cache, answered."""
+        """Wait until the counts are these: encodes, landed_local, _disk, _remote, missing, encoder_cache, answered."""
 
         def counts() -> dict[str, int]:
             change = self.now()
             landed = {
                 source: change.total("vllm:ec_p2p_fetches_total", outcome="landed", source=source)
-                for source in ("local", "remote")
+                for source in ("local", "disk", "remote")
             }
             return {
                 "answered": change.total("vllm:request_success_total"),
                 "encodes": change.total("vllm:ec_p2p_local_encodes_total"),
                 "landed_local": landed["local"],
+                "landed_disk": landed["disk"],
                 "landed_remote": landed["remote"],
                 "missing": change.total("vllm:ec_p2p_lookups_total", outcome="missing"),
                 "encoder_cache": change.total("vllm:ec_p2p_lookups_total", outcome="encoder_cache"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ec_p2p import CacheEngineKey, ECCacheEngine, MemoryFormat, StorageManager, stable_u64
+from ec_p2p.config import make_config
 from ec_p2p.engine.arena import PAGE
 from ec_p2p.engine.views import dtype_name, dtype_of
 
@@ -249,7 +250,7 @@ def test_there_is_one_memory_format() -> None:
 
 
 def test_close_frees_the_engines_own_memory() -> None:
-    engine = ECCacheEngine("m", torch.float16, max_local_cpu_size=1 << 20)
+    engine = ECCacheEngine("m", torch.float16, config=make_config({"max_local_cpu_size": "1MiB"}))
     engine.put("a", torch.ones(100, 100))
     got = engine.get("a")
     base = engine.storage_manager.arena.base

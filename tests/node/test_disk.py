@@ -1,0 +1,207 @@
+"""Real nodes with a disk tier: what the arena lost is still there, also for other hosts and for later lives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import zmq
+
+from ec_p2p.control.codec import decode, encode
+from ec_p2p.control.messages import MAX_STAGED, PROTOCOL_VERSION, FromPeer, StageAnswer, StageRequest
+from ec_p2p.node.messages import Landed, Missing, Pending, WantItem
+
+from .conftest import PATIENCE_S, until
+
+A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+MIB = 1 << 20
+SMALL_ARENA = {"max_local_cpu_size": "4MiB", "slab_size": "4MiB"}
+_fillers = itertools.count(1000)
+
+
+def payload(seed, nbytes=MIB):
+    return bytes([seed, seed ^ 0xFF]) * (nbytes // 2)
+
+
+def counted(client, name):
+    return client.inspect().counters.get(name, 0)
+
+
+def written(client, count=1):
+    until(lambda: counted(client, "disk_writes") >= count, f"{count} files")
+
+
+def evict(client, *identities):
+    """Store other entries until these have left the arena."""
+    before = counted(client, "disk_writes")
+    for number in range(1, 5):
+        client.store(next(_fillers).to_bytes(32, "big"), payload(7))
+        written(client, before + number)
+
+
+def files_of(folder):
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def file_of(folder, identity):
+    [found] = [path for path in files_of(folder) if identity.hex() in path.name]
+    return found
+
+
+def the_only(answers):
+    [answer] = answers
+    return answer
+
+
+def holder_of_nothing(answers):
+    """Whether the item is nowhere. A fetch that fails meanwhile is what tells the holder that its file is bad."""
+    answer = the_only(answers)
+    assert isinstance(answer, Missing)
+    return answer.reason == "no_source"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "disk"
+
+
+def test_what_the_arena_lost_comes_back_from_disk(zmq_fleet, folder):
+    client = zmq_fleet.client(zmq_fleet.node("a", local_disk=str(folder), **SMALL_ARENA))
+    client.store(A, payload(1))
+    written(client)
+    assert the_only(client.want(A)).source == "local"
+    client.node.close()
+    client = zmq_fleet.client(zmq_fleet.nodes[0])
+    evict(client, A)
+    answer = the_only(client.want(A, rows=MIB // 128))
+    assert (answer.source, answer.rows, answer.dim, answer.dtype) == ("disk", MIB // 128, 64, "bfloat16")
+    assert client.bytes_of(answer) == payload(1)
+    client.release(answer)
+    assert the_only(client.want(A)).source == "local"
+
+
+def test_a_node_is_warm_after_a_restart(zmq_fleet, folder):
+    node = zmq_fleet.node("a", local_disk=str(folder))
+    client = zmq_fleet.client(node)
+    for number in range(20):
+        client.store(bytes([number]) * 32, payload(number, 64 << 10))
+    node.process.terminate()  # with most of it still to be written
+    node.process.wait(PATIENCE_S)
+    assert len(files_of(folder)) == 20
+    client = zmq_fleet.client(zmq_fleet.node("a", local_disk=str(folder)))
+    for number in range(20):
+        answer = the_only(client.want(bytes([number]) * 32))
+        assert answer.source == "disk"
+        assert client.bytes_of(answer) == payload(number, 64 << 10)
+
+
+def test_another_host_reads_what_only_the_disk_of_a_restarted_node_holds(fleet, folder):
+    node, other = fleet.node("a", local_disk=str(folder)), fleet.node("b")
+    client = fleet.client(node)
+    client.store(A, payload(1))
+    written(client)
+    node.kill()
+    again = fleet.client(fleet.node("a", local_disk=str(folder)))
+    reader = fleet.client(other)
+    answer = the_only(reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S))
+    assert isinstance(answer, Landed)
+    assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
+    assert counted(again, "stagings{outcome=staged}") == 1
+    assert counted(again, "stage_requests{outcome=staged}") == 1
+
+
+def test_an_evicted_entry_is_advertised_as_on_disk_and_can_be_read(fleet, folder):
+    (_, holder), (_, reader) = fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
+    holder.store(A, payload(1))
+    written(holder)
+    evict(holder, A)
+    assert counted(holder, "evictions") >= 1
+    answer = the_only(reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S))
+    assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
+
+
+def test_many_ask_and_the_disk_is_read_once(zmq_fleet, folder):
+    node = zmq_fleet.node("a", local_disk=str(folder), **SMALL_ARENA)
+    client = zmq_fleet.client(node)
+    client.store(A, payload(1))
+    written(client)
+    evict(client, A)
+    clients = [zmq_fleet.client(node) for _ in range(5)]
+    wants = [
+        c.node.want([WantItem(A, 0)] * 2, readers=0, wait_s=PATIENCE_S, expect_s=0, local_only=True) for c in clients
+    ]
+    for one, want in zip(clients, wants, strict=True):
+        for index in range(2):
+            answer = one.expect((Landed, Missing), lambda m, i=index, w=want: (m.want, m.index) == (w, i))
+            assert isinstance(answer, Landed)
+    assert counted(client, "disk_reads{outcome=hit}") == 1
+
+
+def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fleet, folder):
+    (first, writer), (_, reader) = zmq_fleet.connected("a", "b", local_disk=str(folder))
+    until(lambda: reader.inspect().gauges["disk_entries"] == 0, "the scan of the empty folder")
+    writer.store(A, payload(1))
+    written(writer)
+    first.kill()
+    until(lambda: reader.inspect().peers == [], "the first node to be gone")
+    answer = the_only(reader.want(A))
+    assert (answer.source, reader.bytes_of(answer)) == ("disk", payload(1))
+    missing = the_only(reader.want(B))
+    assert (type(missing), missing.reason) == (Missing, "no_source")
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete"])
+def test_a_harmed_file_is_a_miss_and_the_fleet_is_told(zmq_fleet, folder, harm):
+    (_, holder), (_, reader) = zmq_fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
+    holder.store(A, payload(1))
+    written(holder)
+    evict(holder, A)
+    path = file_of(folder, A)
+    if harm == "flip":
+        with path.open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            file.write(b"\x55")
+    elif harm == "truncate":
+        os.truncate(path, path.stat().st_size - 4096)
+    else:
+        path.unlink()
+    until(lambda: holder_of_nothing(reader.want(A)), "the advert to be withdrawn")
+    missing = the_only(holder.want(A))
+    assert (type(missing), missing.reason) == (Missing, "no_source")
+    assert counted(holder, "disk_damaged") == (harm != "delete")
+    holder.store(A, payload(1))
+    assert the_only(holder.want(A)).source == "local"
+
+
+def test_an_encode_that_was_given_up_leaves_the_disks_advert(zmq_fleet, folder):
+    """A file that appears in a shared folder answers those who wait for an encode of the same entry."""
+    (_, writer), (_, reader) = zmq_fleet.connected("a", "b", local_disk=str(folder))
+    want = reader.node.want([WantItem(A, 0)], readers=0, wait_s=PATIENCE_S, expect_s=PATIENCE_S, local_only=False)
+    assert reader.expect(Pending).why in ("staging", "expected")
+    writer.store(A, payload(1))
+    assert isinstance(reader.expect(Landed, lambda m: m.want == want), Landed)
+
+
+def test_stage_requests_of_strangers(zmq_fleet, folder):
+    node = zmq_fleet.node("a", local_disk=str(folder), **SMALL_ARENA)
+    client = zmq_fleet.client(node)
+    client.store(A, payload(1))
+    written(client)
+    evict(client, A)
+    address = client.inspect().node["address"]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.rcvtimeo = int(PATIENCE_S * 1000)
+        peer.connect(address)
+        peer.send(encode(StageRequest(PROTOCOL_VERSION, [B, A, A])))
+        answers = [decode(peer.recv(), FromPeer) for _ in range(2)]
+        assert StageAnswer(B, None) in answers
+        [staged] = [answer for answer in answers if answer.identity == A]
+        assert (staged.advert.identity, staged.advert.nbytes, staged.advert.state) == (A, MIB, 1)
+        peer.send(encode(StageRequest(PROTOCOL_VERSION + 1, [A])))
+        assert "version" in decode(peer.recv(), FromPeer).reason
+        peer.send(encode(StageRequest(PROTOCOL_VERSION, [B] * (MAX_STAGED + 1))))
+        until(lambda: counted(client, "bad_frames{socket=peer}") == 1, "the frame to be counted")
+        peer.send(encode(StageRequest(PROTOCOL_VERSION, [A])))
+        assert decode(peer.recv(), FromPeer).advert is not None
