@@ -143,10 +143,10 @@ class DiskIndex:
                 self._become(filed.identity, filed, False)
                 self._policy.touched(filed.identity)
 
-    def excess(self) -> list[bytes]:
-        """Files to remove because there are more bytes than there may be, as by `reserve`."""
+    def excess(self, at_most: int) -> list[bytes]:
+        """Files to remove because there are more bytes than there may be, as by `reserve`; not all of them at once."""
         with self._lock:
-            return self._evict(self._choose(0)[0])
+            return self._evict(self._choose(0, at_most)[0])
 
     def removed(self, identity: bytes) -> None:
         """The victim's file is gone."""
@@ -163,7 +163,7 @@ class DiskIndex:
     def _get(self, identity: bytes) -> State:
         return self._shards[identity[0]].get(identity)
 
-    def _choose(self, nbytes: int) -> tuple[list[bytes], int]:
+    def _choose(self, nbytes: int, at_most: int | None = None) -> tuple[list[bytes], int]:
         """The first victims that make room for `nbytes`, and how many bytes are missing even so (0 or less: none)."""
         victims: list[bytes] = []
         missing = self.used_bytes + nbytes - self.capacity_bytes
@@ -173,7 +173,7 @@ class DiskIndex:
                     continue
                 victims.append(identity)
                 missing -= _file_bytes(self._get(identity))
-                if missing <= 0:
+                if missing <= 0 or len(victims) == at_most:
                     break
         return victims, missing
 

@@ -26,9 +26,5 @@ class Files:
     utime = staticmethod(os.utime)
     fsync = staticmethod(os.fsync)
     flock = staticmethod(fcntl.flock)
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)

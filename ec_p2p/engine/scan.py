@@ -138,7 +138,9 @@ class Scanner:
         for batch in self._batches(_newest_first(fresh)):
             for _, identity, file_bytes in batch:
                 self._index.count(identity, file_bytes)
-        self._remove(self._index.excess())
+        while victims := self._index.excess(BATCH):
+            self._remove(victims)
+            self._breathe()
         with self._changed:
             self._sized = True
             self._failure = None
@@ -226,9 +228,12 @@ class Scanner:
     def _batches(self, items: Iterable[_T]) -> Iterator[list[_T]]:
         iterator = iter(items)
         while batch := list(islice(iterator, BATCH)):
-            if self._closing.wait(BREATH_S):
-                raise Abandoned
+            self._breathe()
             yield batch
+
+    def _breathe(self) -> None:
+        if self._closing.wait(BREATH_S):
+            raise Abandoned
 
 
 def _newest_first(folders: list[list[_Found]]) -> Iterator[_Found]:

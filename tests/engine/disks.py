@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend, Pin
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import Filed, path_of
+from ec_p2p.engine.files import Files
 from ec_p2p.engine.generation import itemsize
 
 
 def identity(number: int) -> bytes:
     """32 bytes that differ in the first one too, so that entries lie in several folders."""
     return bytes([number % 256]) + number.to_bytes(31, "little")
+
+
+class Sick(Files):
+    """Real file operations; `before(operation, arguments)` is called ahead of each, and may wait or raise."""
+
+    def __init__(self, before: Callable[[str, tuple[Any, ...]], object]) -> None:
+        for name in (name for name in vars(Files) if not name.startswith("_")):
+            setattr(self, name, self._hooked(name, getattr(Files, name), before))
+
+    @staticmethod
+    def _hooked(name: str, real: Callable[..., Any], before: Callable[[str, tuple[Any, ...]], object]) -> Any:
+        def call(*args: Any) -> Any:
+            try:
+                before(name, args)
+            except BaseException:
+                if name == "close":
+                    real(*args)  # as the operating system does: what it could not write is gone, and so is the number
+                raise
+            return real(*args)
+
+        return call
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
 def content(number: int, nbytes: int) -> bytes:
