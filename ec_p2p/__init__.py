@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ec_p2p.config_sources import load_ec_engine_config
     from ec_p2p.engine import ECCacheEngine, MemoryFormat, StorageManager
     from ec_p2p.identity import CacheEngineKey, stable_u64
 
@@ -18,10 +19,19 @@ _HOMES = {
     "ECCacheEngine": "ec_p2p.engine",
     "MemoryFormat": "ec_p2p.engine",
     "StorageManager": "ec_p2p.engine",
+    "load_ec_engine_config": "ec_p2p.config_sources",
     "stable_u64": "ec_p2p.identity",
 }
 
-__all__ = ["CacheEngineKey", "ECCacheEngine", "MemoryFormat", "StorageManager", "__version__", "stable_u64"]
+__all__ = [
+    "CacheEngineKey",
+    "ECCacheEngine",
+    "MemoryFormat",
+    "StorageManager",
+    "__version__",
+    "load_ec_engine_config",
+    "stable_u64",
+]
 
 
 def __getattr__(name: str) -> Any:

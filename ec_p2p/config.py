@@ -131,8 +131,12 @@ def make_config(settings: Mapping[str, Any]) -> Config:
         if name not in KINDS:
             raise unknown_setting(name, value)
         values[name] = check_value(name, value)
-    values.pop("local_cpu", None)  # on, whatever is asked for
-    config = Config(**values)
+    return combine(values)
+
+
+def combine(values: Mapping[str, Any]) -> Config:
+    """A configuration out of values from `check_value`. Raises ConfigError if they contradict each other."""
+    config = Config(**{**values, "local_cpu": True})  # on, whatever is asked for
     if config.node_group and not config.node_socket:
         raise ConfigError(
             f"node_group={config.node_group!r} without node_socket; accepted: both, since the abstract socket that "
@@ -150,6 +154,14 @@ def make_config(settings: Mapping[str, Any]) -> Config:
 def check_value(name: str, value: object) -> Any:
     """`value` as the configuration holds it. Raises ConfigError naming the key, the value and what is accepted."""
     return _check(name, value, KINDS[name])
+
+
+def read_value(name: str, text: str) -> object:
+    """What `text` stands for as a value of this setting, for `check_value`. Raises ConfigError if for nothing."""
+    try:
+        return KINDS[name].read(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}; accepted: {KINDS[name].accepted}") from None
 
 
 def parse_size(key: str, value: object, *, bare_unit: int) -> int:
