@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -12,48 +11,40 @@ import sys
 import tempfile
 from typing import Any
 
-from ec_p2p.config import Config, ConfigError, make_config
+from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
+from ec_p2p.config import Config, make_config
+from ec_p2p.config_sources import explain_ec_engine_config
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("node", help="run this host's node")
-    parser.add_argument("--name", default="", help="node_name (default: the host name)")
-    parser.add_argument("--settings", default="{}", metavar="JSON", help="settings, as in ec_connector_extra_config")
+    add_arguments(parser)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting; may be given several times"
+        "--exactly", action="store_true", help="take no setting from a configuration file or from the environment"
     )
-    parser.add_argument("--spawned", action="store_true", help="detach, and leave grace_s after the last client")
+    parser.add_argument(
+        "--spawned", action="store_true", help="detach, and leave grace_s after the last client; implies --exactly"
+    )
     parser.set_defaults(run=run)
 
 
 def read_settings(args: argparse.Namespace) -> Config:
-    """The configuration from `--settings`, `--set` and `--name`, in rising precedence. Raises ConfigError."""
-    try:
-        settings = json.loads(args.settings)
-    except ValueError as error:
-        raise ConfigError(f"--settings={args.settings!r} is not JSON ({error}); accepted: an object") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--settings={args.settings!r}; accepted: a JSON object")
-    for pair in args.set:
-        key, found, text = pair.partition("=")
-        if not found:
-            raise ConfigError(f"--set {pair!r}; accepted: KEY=VALUE")
-        try:
-            settings[key] = json.loads(text)
-        except ValueError:
-            settings[key] = text  # plain words need no quotes
-    if args.name:
-        settings["node_name"] = args.name
-    return make_config(settings)
+    """The configuration of this node. Raises ConfigError."""
+    settings = settings_of(args)
+    if args.exactly or args.spawned:
+        # Whoever starts a node leaves out what is at its default: another value must not come in from elsewhere.
+        return make_config(settings)
+    return explain_ec_engine_config(settings, origin=ORIGIN).config
 
 
 def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s ec-p2p node %(levelname)s %(message)s", stream=sys.stderr
+    )
     config = read_settings(args)
+    logging.getLogger().setLevel(config.log_level)
     if args.spawned:
         _detach(config)
-    logging.basicConfig(
-        level=config.log_level, format="%(asctime)s ec-p2p node %(levelname)s %(message)s", stream=sys.stderr
-    )
     import zmq
 
     from ec_p2p.engine.cpu import OutOfMemory

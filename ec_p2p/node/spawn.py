@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def node_command(config: Config) -> list[str]:
-    """How a node with this configuration is started by hand, apart from `--spawned`."""
+    """How a node with exactly this configuration is started by hand, apart from `--spawned`."""
     return [
         sys.executable,
         "-P",  # what lies in the starter's working directory is none of the node's modules
@@ -32,6 +32,7 @@ def node_command(config: Config) -> list[str]:
         config.name,
         "--settings",
         json.dumps(as_settings(config)),
+        "--exactly",
     ]
 
 
