@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 
-from ec_p2p.config import Config, ConfigError, make_config
+from ec_p2p.config import Config, ConfigError
+from ec_p2p.config_sources import load_ec_engine_config
 from ec_p2p.connector.counts import Counts
 from ec_p2p.connector.hooks import note_failure, nothing, total
 from ec_p2p.connector.identifiers import Sharing, sharing_of
@@ -43,8 +44,8 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
             raise ConfigError("this vLLM is too old for ECP2PConnector; accepted: vLLM 0.30 and later")
         transfer = vllm_config.ec_transfer_config
         settings = {**transfer.ec_connector_extra_config, "ec_ip": transfer.ec_ip, "ec_port": transfer.ec_port}
-        config = make_config(settings)
         _log_as_vllm_does()
+        config = load_ec_engine_config(settings)
         self.counts = Counts()
         self.hook_failures: set[tuple[str, type[Exception]]] = set()
         self._scheduler: SchedulerSide | NoSharing | None = None

@@ -94,6 +94,35 @@ def test_a_bad_setting_refuses_to_start(make, role, extra, complaint):
         make(role, **extra)
 
 
+def test_settings_come_from_all_sources_but_the_directory_from_vllm_alone(make, monkeypatch, tmp_path):
+    made = []
+
+    def refuse(config, *_args):
+        made.append(config)
+        raise OSError("the configuration is all that this is about")
+
+    monkeypatch.setattr("ec_p2p.connector.connector.NodeClient", refuse)
+    (tmp_path / "lmcache.yaml").write_text("max_local_cpu_size: 5\nec_expect_s: 7\nec_ip: 10.0.0.9\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
+    monkeypatch.setenv("LMCACHE_EC_GRACE_S", "9")
+    monkeypatch.setenv("LMCACHE_EC_PORT", "99")
+    make(**{"lmcache.ec_read_timeout_s": 3, "lmcache.ec_port": 98, "ec_port": 97})
+    (config,) = made
+    assert (config.max_local_cpu_size, config.expect_s, config.grace_s) == (5 << 30, 7.0, 9.0)
+    assert config.read_timeout_s == 3.0
+    assert (config.ec_ip, config.ec_port) == ("127.0.0.1", 14579)
+
+
+@pytest.mark.parametrize("role", ECConnectorRole)
+def test_a_bad_setting_from_elsewhere_refuses_to_start_too(make, monkeypatch, role):
+    monkeypatch.setenv("LMCACHE_EC_TRANSPORT", "rdma")
+    with pytest.raises(ConfigError, match=r"transport='rdma'; accepted: .* \(from environment: LMCACHE_EC_TRANSPORT\)"):
+        make(role)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "/is/not/there")
+    with pytest.raises(ConfigError, match="LMCACHE_CONFIG_FILE='/is/not/there'"):
+        make(role)
+
+
 def test_an_old_vllm_is_refused(make, monkeypatch):
     monkeypatch.delattr(ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ConfigError, match=r"accepted: vLLM 0\.30"):
