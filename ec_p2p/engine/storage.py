@@ -192,7 +192,7 @@ class StorageManager:
             mine.set()
 
     def _read(self, identity: bytes, disk: LocalDiskBackend) -> bool:
-        filed = disk.look(identity)
+        filed = disk.find(identity) or disk.look(identity)
         if filed is None:
             return False
         extent = self.cpu.reserve(filed.nbytes)
