@@ -17,6 +17,20 @@ def add_parser(subparsers: Any) -> None:
     fetch.add_argument("--repeat", type=int, default=60, help="measurements of each kind and size")
     fetch.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
     fetch.set_defaults(run=run_fetch)
+    engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
+    engine.add_argument("--sizes", default="64KiB,1MiB,4MiB,16MiB,64MiB", help="comma-separated payload sizes")
+    engine.add_argument("--repeat", type=int, default=60, help="measurements of each kind and size")
+    engine.add_argument("--index-keys", type=int, default=1_000_000, help="measure an index of so many; 0: do not")
+    engine.add_argument("--folder", help="where files are written and read (default: the folder for temporary files)")
+    engine.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
+    engine.set_defaults(run=run_engine)
+
+
+def run_engine(args: argparse.Namespace) -> int:
+    from ec_p2p.cli.bench_engine import run
+
+    sizes = [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
+    return run(sizes, args.repeat, args.index_keys, args.folder, as_json=args.json)
 
 
 def run_fetch(args: argparse.Namespace) -> int:

@@ -1,0 +1,213 @@
+"""What the engine costs beyond the copy, or the file, that it cannot do without.
+
+Each operation is measured in turn with its yardstick, on memory or files of the same kind:
+
+    put, get      ECCacheEngine's, into and out of an arena that is full      a memcpy between the same places
+    borrow        a pin on an entry and its end                               none; the same at any size
+    disk_write    an entry in the arena to a file: hash, write, rename        the same three with plain file I/O
+    disk_read     an entry back from its file into the arena, verified        reading the file at once, and hashing it
+
+Files are read from the page cache: what is measured is the engine, not the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ec_p2p.cli.bench_index import index_bytes_per_key
+from ec_p2p.engine import ECCacheEngine, StorageManager
+from ec_p2p.engine.arena import Arena
+
+_DIM = 1024
+_LEAST_ARENA = 64 << 20
+_WARM_UP = 5
+_LIMITS = {"put": 1.25, "get": 1.25, "disk_write": 1.3, "disk_read": 1.3}
+"""Times the yardstick."""
+_OVERHEAD_US = {"put": 25.0, "get": 25.0, "disk_write": 250.0, "disk_read": 25.0}
+"""Where a ratio says little, because the yardstick is so short, the limit is this much beyond it. Most of it for
+`disk_write`: the entry is handed to another thread, and waited for."""
+_BORROW_LIMIT_US = 20.0
+
+Samples = dict[str, list[float]]
+Work = Callable[[], object]
+
+
+def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, as_json: bool) -> int:
+    """Measure and print. Returns the exit status."""
+    rows = [row for size in sizes for row in _rows(size, measure(size, repeat, folder))]
+    index = index_bytes_per_key(index_keys) if index_keys else None
+    if as_json:
+        print(json.dumps({"rows": rows, "index_keys": index_keys, "index_bytes_per_key": index}))
+        return 0
+    print(f"engine, microseconds p50, {repeat} rounds")
+    print(f"{'op':>12} {'bytes':>10} {'us':>11} {'limit':>11} {'ratio':>7}")
+    for row in rows:
+        over = "" if row["us"] <= row["limit_us"] else "  over"
+        print(f"{row['op']:>12} {row['bytes']:>10} {row['us']:11.1f} {row['limit_us']:11.1f} {row['ratio']:7.3f}{over}")
+    if index is not None:
+        print(f"index: {index:.0f} bytes a key at {index_keys} keys, identity included")
+    return 0
+
+
+def _rows(size: int, samples: Samples) -> Iterator[dict[str, Any]]:
+    for op in ("put", "get", "borrow", "disk_write", "disk_read"):
+        us = statistics.median(samples[op]) * 1e6
+        if op == "borrow":
+            yardstick = limit = _BORROW_LIMIT_US
+        else:
+            yardstick = statistics.median(samples[f"{op} yardstick"]) * 1e6
+            limit = yardstick * _LIMITS[op]
+            if size < 1 << 20 or op == "disk_write":
+                limit = max(limit, yardstick + _OVERHEAD_US[op])
+        yield {
+            "op": op,
+            "bytes": size,
+            "us": round(us, 2),
+            "limit_us": round(limit, 2),
+            "ratio": round(us / yardstick, 3),
+        }
+
+
+def measure(size: int, repeat: int, folder: str | None) -> Samples:
+    """Seconds of every measurement at `size` bytes an entry, rounded down to whole rows: {operation: [...]}, and
+    {operation + " yardstick": [...]} beside it."""
+    source = torch.randn(max(1, size // (2 * _DIM)), _DIM).to(torch.bfloat16)
+    slots = max(8, _LEAST_ARENA // source.nbytes)
+    # Room for `slots` entries, and so many have been put: each put evicts what was put `slots` puts before.
+    slab = slots * source.nbytes + (slots * source.nbytes >> 6) + (1 << 18)
+    samples: Samples = defaultdict(list)
+    with StorageManager(slab, slab_size=slab) as storage:
+        _measure_memory(samples, source, storage, slots, repeat)
+    with (
+        tempfile.TemporaryDirectory(prefix="ec-p2p-bench-", dir=folder) as scratch,
+        StorageManager(slab, slab_size=slab, local_disk=f"{scratch}/disk") as storage,
+    ):
+        _measure_disk(samples, source, storage, Path(scratch), repeat)
+    return samples
+
+
+def _measure_memory(samples: Samples, source: torch.Tensor, storage: StorageManager, slots: int, repeat: int) -> None:
+    engine = ECCacheEngine("bench", torch.bfloat16, storage_manager=storage)
+    size, address = source.nbytes, source.data_ptr()
+    names = map(str, itertools.count())
+    with Arena.create(slots * size, slots * size) as other:
+        # Memory of the same kind as the engine's, committed as that is after a while, and walked through as that is.
+        ctypes.memset(other.base, 1, other.nbytes)
+        places = itertools.cycle(range(other.base, other.base + other.nbytes, size))
+
+        def put() -> None:
+            if not engine.put(next(names), source):
+                raise RuntimeError(f"no room for an entry of {size} bytes")
+
+        def copy_out() -> None:
+            fresh = torch.empty_like(source)
+            ctypes.memmove(fresh.data_ptr(), next(places), size)
+
+        for _ in range(2 * slots):
+            put()
+        _alternate(samples, "put", repeat, put, lambda: ctypes.memmove(next(places), address, size))
+        newest = int(next(names)) - 1
+        kept = itertools.cycle(str(number) for number in range(newest - slots // 2, newest + 1))
+        _alternate(samples, "get", repeat, lambda: engine.get(next(kept)), copy_out)
+        identities = itertools.cycle([engine.identity(next(kept)) for _ in range(slots)])
+        _alternate(samples, "borrow", repeat, lambda: _borrow(storage, next(identities)), lambda: None)
+
+
+def _measure_disk(samples: Samples, source: torch.Tensor, storage: StorageManager, scratch: Path, repeat: int) -> None:
+    engine = ECCacheEngine("bench", torch.bfloat16, storage_manager=storage)
+    disk = storage.disk
+    assert disk is not None
+    engine.put("entry", source)
+    engine.flush()
+    [file] = scratch.rglob("*.safetensors")
+    plain = scratch / "plain"
+    identity = engine.identity("entry")
+    entry = storage.cpu.peek(identity)
+    assert entry is not None
+    payload = storage.arena.buffer[entry.offset : entry.offset + entry.nbytes]
+    with file.open("rb") as opened:
+        header = opened.read(file.stat().st_size - entry.nbytes)
+
+    def forget_file() -> None:
+        # Behind the tier's back, which is what lets it write the entry once more.
+        file.unlink()
+        assert disk.look(identity) is None
+
+    def write() -> None:
+        storage.offer(entry)
+        storage.flush()
+
+    def forget_plain() -> None:
+        plain.unlink(missing_ok=True)
+
+    _alternate(
+        samples, "disk_write", repeat, write, lambda: _write_plainly(plain, header, payload), forget_file, forget_plain
+    )
+    # Memory of the same kind as the one that the tier reads into.
+    landing = Arena.create(len(header) + entry.nbytes, len(header) + entry.nbytes)
+    _alternate(
+        samples,
+        "disk_read",
+        repeat,
+        lambda: _borrow(storage, identity),
+        lambda: _read_plainly(file, landing.buffer),
+        lambda: storage.cpu.remove(identity),
+    )
+
+
+def _alternate(
+    samples: Samples,
+    op: str,
+    repeat: int,
+    work: Work,
+    yardstick: Work,
+    before: Work = lambda: None,
+    before_yardstick: Work = lambda: None,
+) -> None:
+    for number in range(_WARM_UP + repeat):
+        before_yardstick()
+        of_yardstick = _timed(yardstick)
+        before()
+        of_work = _timed(work)
+        if number >= _WARM_UP:
+            samples[f"{op} yardstick"].append(of_yardstick)
+            samples[op].append(of_work)
+
+
+def _timed(work: Work) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _borrow(storage: StorageManager, identity: bytes) -> None:
+    pin = storage.borrow(identity)
+    assert pin is not None, "the entry is in memory or on disk"
+    pin.close()
+
+
+def _write_plainly(path: Path, header: bytes, payload: memoryview) -> None:
+    xxhash.xxh3_128(payload).digest()
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb", buffering=0) as file:
+        os.writev(file.fileno(), [header, payload])
+    temporary.rename(path)
+
+
+def _read_plainly(path: Path, landing: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.readinto(landing)
+    xxhash.xxh3_128(landing).digest()
