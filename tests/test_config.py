@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.config import KINDS, Config, ConfigError, as_settings, check_value, make_config, parse_size
@@ -150,6 +150,7 @@ def test_a_configuration_survives_being_written_down(settings):
     assert make_config(json.loads(json.dumps(as_settings(config)))) == config
 
 
+@settings(deadline=None)
 @given(st.integers(1, (1 << 60) - 1))
 def test_a_readable_size_is_read_as_the_same_size(nbytes):
     text = readable_size(nbytes)

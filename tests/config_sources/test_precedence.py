@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.config import DEFAULTS, KINDS, Config
@@ -137,12 +137,12 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
         case Word(choices=choices):
             return st.sampled_from(choices).flatmap(lambda word: st.sampled_from([word, word.upper(), word.lower()]))
         case Text():
-            text = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=20)
-            return text.filter(lambda words: words.lower() not in ("none", "null"))
+            return st.text("abcXYZ019 ._-/:#{}[]'\"\\%é字", min_size=1, max_size=12).filter(str.strip)
         case Folder():
             return st.sampled_from(["/a", "/a b/c", "file:///a", "/"])
         case Endpoints():
-            return st.lists(st.sampled_from(["tcp://a:1", "tcp://[::1]:2", "tcp://10.0.0.1:65535"]), min_size=1)
+            some = st.sampled_from(["tcp://a:1", "tcp://[::1]:2", "tcp://10.0.0.1:65535"])
+            return st.lists(some, min_size=1, max_size=3)
     raise AssertionError(kind)
 
 
@@ -164,6 +164,7 @@ def layer_of(name: str) -> st.SearchStrategy[dict[str, object]]:
     )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(layers=st.fixed_dictionaries({name: layer_of(name) for name in LAYERS}))
 def test_whatever_is_set_the_highest_layer_wins(tmp_path_factory, layers):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
