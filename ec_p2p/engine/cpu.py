@@ -158,17 +158,16 @@ class LocalCPUBackend:
         """
         if nbytes < 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
-        size = whole_pages(nbytes)
-        if size > self.largest_entry:
+        if nbytes > self.largest_entry:
             raise TooLarge(f"{nbytes} bytes; the largest entry of this arena is {self.largest_entry}")
         with self._lock:
             try:
-                extent = self._extents.reserve(size)
+                extent = self._extents.reserve(nbytes)
             except SlabRefused:
                 extent = None
             if extent is None:
-                self._make_room(size)
-                extent = self._extents.reserve(size)
+                self._make_room(whole_pages(nbytes))
+                extent = self._extents.reserve(nbytes)
                 assert extent is not None, "the plan made room"
             return extent
 
@@ -197,14 +196,15 @@ class LocalCPUBackend:
             self._extents.keep(extent, nbytes)
             old = self._index.get(identity)
             if old is not None:
-                self._extents.free_entry(extent.offset, nbytes, extent.slot)
+                self._extents.free_entry(extent.offset, whole_pages(nbytes), extent.slot)
                 self._policy.touched(identity)
                 return old
             generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
-            entry = Entry(identity, layout_of(rows, dim, dtype), extent.slab, extent.offset, extent.slot, generation)
+            layout = layout_of(rows, dim, dtype)
+            entry = Entry(identity, layout, extent.slab, extent.offset, extent.slot, generation)
             self._index[identity] = entry
-            self._policy.added(identity, entry.extent_bytes)
-            self._used += entry.extent_bytes
+            self._policy.added(identity, layout.extent_bytes)
+            self._used += layout.extent_bytes
             if self._on_stored is not None:
                 self._on_stored(entry)
             return entry
@@ -273,7 +273,7 @@ class LocalCPUBackend:
 
     def _free(self, entry: Entry) -> None:
         self._used -= entry.extent_bytes
-        self._extents.free_entry(entry.offset, entry.nbytes, entry.slot)
+        self._extents.free_entry(entry.offset, entry.extent_bytes, entry.slot)
 
     def _unpinned(self) -> Iterator[Entry]:
         for identity in self._policy.victims():

@@ -16,18 +16,20 @@ from ec_p2p.engine.generation import itemsize, record_offset
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
-    """A contiguous, row-major tensor of `rows` x `dim` elements, `nbytes` in all."""
+    """A contiguous, row-major tensor of `rows` x `dim` elements: `nbytes` of payload in `extent_bytes` of the arena."""
 
     rows: int
     dim: int
     dtype: str
     nbytes: int
+    extent_bytes: int
 
 
 @lru_cache(maxsize=1 << 14)
 def layout_of(rows: int, dim: int, dtype: str) -> Layout:
     """The one Layout of this shape, as long as there are no more than 16384 shapes. ValueError for an unknown dtype."""
-    return Layout(rows, dim, dtype, rows * dim * itemsize(dtype))
+    nbytes = rows * dim * itemsize(dtype)
+    return Layout(rows, dim, dtype, nbytes, whole_pages(nbytes))
 
 
 class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -70,4 +72,4 @@ class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
     @property
     def extent_bytes(self) -> int:
         """Bytes of the arena that the payload takes: whole pages."""
-        return whole_pages(self.layout.nbytes)
+        return self.layout.extent_bytes

@@ -10,7 +10,7 @@ range, and so no extent, ever spans two.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
@@ -75,7 +75,7 @@ class Extent(msgspec.Struct, eq=False):
 
 def whole_pages(nbytes: int) -> int:
     """Bytes that an extent for `nbytes` takes: whole pages, at least one, so that zero rows have an address too."""
-    return max(PAGE, -(-nbytes // PAGE) * PAGE)
+    return -(-nbytes // PAGE) * PAGE or PAGE
 
 
 class Extents:
@@ -97,6 +97,10 @@ class Extents:
         self._by_size: list[tuple[int, int]] = []
         self._start_to_end: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
+        self.free_starting_at = self._start_to_end.get
+        """(offset) -> the end of the free range that starts there, or None."""
+        self.free_ending_at = self._end_to_start.get
+        """(offset) -> the start of the free range that ends there, or None."""
         self.free_bytes = sum(self.rooms)
 
     @property
@@ -105,19 +109,10 @@ class Extents:
 
     # ------------------------------------------------------------ what is free
 
-    def free_ending_at(self, offset: int) -> int | None:
-        """Start of the free range that ends at `offset`."""
-        return self._end_to_start.get(offset)
-
-    def free_starting_at(self, offset: int) -> int | None:
-        """End of the free range that starts at `offset`."""
-        return self._start_to_end.get(offset)
-
-    def fitting(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Free ranges (start, end) of open slabs with at least `nbytes`, smallest first."""
-        for index in range(bisect_left(self._by_size, (nbytes, 0)), len(self._by_size)):
-            size, start = self._by_size[index]
-            yield start, start + size
+    def slabs_with(self, nbytes: int) -> set[int]:
+        """Open slabs that have a free range of at least `nbytes`."""
+        first = bisect_left(self._by_size, (nbytes, 0))
+        return {self.slab_of(start) for _, start in self._by_size[first:]} if first < len(self._by_size) else set()
 
     def slab_of(self, offset: int) -> int:
         """Index of the slab that holds this byte."""
@@ -131,10 +126,10 @@ class Extents:
         Passes on SlabRefused.
         """
         size = whole_pages(nbytes)
-        extent = self._take(size)
-        while extent is None and self.open_slabs < len(self._slabs) and size <= self.rooms[self.open_slabs]:
+        while (extent := self._take(size)) is None:
+            if self.open_slabs == len(self._slabs) or size > self.rooms[self.open_slabs]:
+                return None
             self._open_next()
-            extent = self._take(size)
         return extent
 
     def carve(self, extent: Extent, offset: int, nbytes: int) -> Extent | None:
@@ -185,8 +180,8 @@ class Extents:
         self._free_slots[self.slab_of(extent.offset)].append(extent.slot)
 
     def free_entry(self, offset: int, nbytes: int, slot: int) -> None:
-        """Give back what an entry of `nbytes` took, once: entries have no life of their own here."""
-        self._give(offset, offset + whole_pages(nbytes))
+        """Give back the pages and the slot of an entry, once: entries have no life of their own here."""
+        self._give(offset, offset + nbytes)
         self._free_slots[self.slab_of(offset)].append(slot)
 
     # ------------------------------------------------------------ free ranges
@@ -211,7 +206,7 @@ class Extents:
             slab = self.slab_of(start)
             slots = self._free_slots[slab]
             if slots:
-                self._remove(start, start + width)
+                del self._by_size[index], self._start_to_end[start], self._end_to_start[start + width]
                 if size < width:
                     self._insert(start + size, start + width)
                 self.free_bytes -= size
@@ -220,11 +215,11 @@ class Extents:
 
     def _give(self, start: int, end: int) -> None:
         self.free_bytes += end - start
-        before = self._end_to_start.get(start)
+        before = self.free_ending_at(start)
         if before is not None:
             self._remove(before, start)
             start = before
-        behind = self._start_to_end.get(end)
+        behind = self.free_starting_at(end)
         if behind is not None:
             self._remove(end, behind)
             end = behind

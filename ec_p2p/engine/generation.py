@@ -120,7 +120,8 @@ class GenerationTable:
     def invalidate(self, offset: int) -> None:
         """Make the record at `offset` say generation 0. After the return the extent may be written again."""
         self._arena.words[offset // 8] = 0
-        self._fence()
+        if not _STORES_STAY_IN_ORDER:
+            self._fence()
 
     def publish(self, offset: int, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> int:
         """Fill the invalidated record at `offset`, whose payload is in place; returns its new generation.
@@ -130,7 +131,8 @@ class GenerationTable:
         code, _ = _DTYPES[dtype]
         generation = next(self._generations)
         _AFTER_GENERATION.pack_into(self._arena.buffer, offset + 8, identity, nbytes, rows, dim, code)
-        self._fence()
+        if not _STORES_STAY_IN_ORDER:
+            self._fence()
         # One aligned 64-bit store: struct would write it byte by byte, and a reader could see half of two generations.
         self._arena.words[offset // 8] = generation
         return generation
@@ -140,10 +142,9 @@ class GenerationTable:
         return unpack(self._arena.buffer[offset : offset + RECORD_BYTES])
 
     def _fence(self) -> None:
-        # x86 keeps stores in program order, and CPython cannot reorder across its own calls. Elsewhere a store may
-        # slide into a lock's section, but never across one that is left before another is entered.
-        if not _STORES_STAY_IN_ORDER:
-            with self._fence_lock:
-                pass
-            with self._fence_lock:
-                pass
+        # A store may slide into a lock's section, but never across one that is left before another is entered. Not
+        # needed on x86, which keeps stores in program order: CPython cannot reorder across its own calls.
+        with self._fence_lock:
+            pass
+        with self._fence_lock:
+            pass

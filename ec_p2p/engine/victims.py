@@ -19,13 +19,13 @@ def choose(extents: Extents, candidates: Iterable[Entry], size: int) -> list[Ent
     neighbours elsewhere stay.
     """
     # Free ranges that fit but were not handed out lie in slabs without a spare record: any victim there will do.
-    starved = {extents.slab_of(start) for start, _ in extents.fitting(size)}
+    starved = extents.slabs_with(size)
     run_end: dict[int, int] = {}
     run_start: dict[int, int] = {}
     imagined: dict[int, Entry] = {}
     for entry in candidates:
         start, end = entry.offset, entry.offset + entry.extent_bytes
-        if extents.slab_of(start) in starved:
+        if starved and extents.slab_of(start) in starved:
             return [entry]
         imagined[start] = entry
         before = run_start.pop(start, None)
@@ -38,6 +38,8 @@ def choose(extents: Extents, candidates: Iterable[Entry], size: int) -> list[Ent
         end = end if behind is None else behind
         run_end[start], run_start[end] = end, start
         if end - start >= size:
+            if len(imagined) == 1:
+                return [entry]
             return _needed(extents, imagined, start, end, size)
     return None
 

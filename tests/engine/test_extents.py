@@ -28,6 +28,14 @@ def reserve(extents: Extents, pages: int) -> Extent:
     return extent
 
 
+def free_ranges(extents: Extents) -> list[tuple[int, int]]:
+    """(start, end) of every free range of the open slabs, in address order, as seen from both of its ends."""
+    starts = [(start, extents.free_starting_at(start)) for start in range(0, extents.open_slabs * SLAB, PAGE)]
+    ranges = [(start, end) for start, end in starts if end is not None]
+    assert all(extents.free_ending_at(end) == start for start, end in ranges)
+    return ranges
+
+
 def test_rooms_and_slots_leave_out_the_tables(extents: Extents) -> None:
     assert extents.rooms == [15 * PAGE] * 3 + [4 * PAGE]
     assert extents.slots == [4, 4, 4, 1]
@@ -96,7 +104,7 @@ def test_freed_neighbours_merge(extents: Extents, order: tuple[int, ...]) -> Non
     parts = [reserve(extents, 5) for _ in range(3)]
     for index in order:
         extents.free(parts[index])
-    assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
+    assert free_ranges(extents) == [(PAGE, SLAB)]
 
 
 def test_a_range_without_a_record_to_spare_is_passed_over(extents: Extents) -> None:
@@ -104,6 +112,13 @@ def test_a_range_without_a_record_to_spare_is_passed_over(extents: Extents) -> N
     assert reserve(extents, 1).slab.offset == SLAB
     extents.free(held[2])
     assert reserve(extents, 1).offset == held[2].offset
+
+
+def test_slabs_with_room_are_told(extents: Extents) -> None:
+    assert extents.slabs_with(PAGE) == set()
+    reserve(extents, 10)
+    reserve(extents, 12)
+    assert [extents.slabs_with(pages * PAGE) for pages in (1, 3, 4, 5, 6)] == [{0, 1}, {0, 1}, {0}, {0}, set()]
 
 
 def test_records_are_distinct_and_in_their_slabs_table(extents: Extents) -> None:
@@ -125,10 +140,10 @@ def test_carving_leaves_gap_and_tail_with_the_window(extents: Extents) -> None:
     tail = extents.carve(window, 4 * PAGE, 6 * PAGE)
     assert tail is not None
     extents.free(window)
-    assert list(extents.fitting(PAGE)) == [(PAGE, 3 * PAGE), (11 * PAGE, SLAB)]
+    assert free_ranges(extents) == [(PAGE, 3 * PAGE), (11 * PAGE, SLAB)]
     extents.free(piece)
     extents.free(tail)
-    assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
+    assert free_ranges(extents) == [(PAGE, SLAB)]
 
 
 @pytest.mark.parametrize(
@@ -177,16 +192,16 @@ def test_an_entry_must_fit_its_extent(extents: Extents) -> None:
 def test_pages_that_an_entry_does_not_need_are_free_at_once(extents: Extents, nbytes: int, pages: int) -> None:
     extent = reserve(extents, 4)
     extents.keep(extent, nbytes)
-    assert list(extents.fitting(PAGE)) == [(extent.offset + pages * PAGE, SLAB)]
-    extents.free_entry(extent.offset, nbytes, extent.slot)
-    assert list(extents.fitting(PAGE)) == [(PAGE, SLAB)]
+    assert free_ranges(extents) == [(extent.offset + pages * PAGE, SLAB)]
+    extents.free_entry(extent.offset, pages * PAGE, extent.slot)
+    assert free_ranges(extents) == [(PAGE, SLAB)]
     assert extents.free_bytes == 49 * PAGE
 
 
 def test_an_entrys_record_comes_back_with_it(extents: Extents) -> None:
     held = [reserve(extents, 1) for _ in range(4)]
     extents.keep(held[1], 1)
-    extents.free_entry(held[1].offset, 1, held[1].slot)
+    extents.free_entry(held[1].offset, PAGE, held[1].slot)
     assert reserve(extents, 1).record == held[1].record
 
 
