@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from ec_p2p.engine import set_aside
 from ec_p2p.engine.breaker import Breaker
@@ -24,7 +23,7 @@ from ec_p2p.engine.filed import (
     Damaged,
     Filed,
     NotAFile,
-    opened,
+    open_file,
     path_of,
     read_header,
     read_payload,
@@ -40,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "ec-p2p-1"
 """The folder below the configured one: another layout would get another name."""
+
+RECENCY_S = 60.0
+"""How far a file's time of modification may lag behind its last use."""
 
 _COUNTS: list[Series] = [
     ("disk_writes", ()),
@@ -141,9 +143,9 @@ class LocalDiskBackend:
 
     def _look(self, identity: bytes, into: memoryview | None) -> tuple[Filed | None, str]:
         """What there is, and how the attempt ended: 'hit', 'miss', 'damaged' or 'error'."""
-        with self._reading() as still_open, self._index.using(identity) as free:
-            if not still_open or not free:
-                return None, "miss"
+        if not self._begin_read(identity):
+            return None, "miss"
+        try:
             if not self._read_breaker.admit():
                 return None, "error"
             try:
@@ -160,6 +162,8 @@ class LocalDiskBackend:
                 return None, "error"
             self._succeed("read", self._read_breaker)
             return filed, outcome
+        finally:
+            self._end_read(identity)
 
     def _examine(self, identity: bytes, into: memoryview | None = None, *, from_before: bool = False) -> Filed | None:
         """Look at an entry's file, read its payload too if `into` has its size, and tell the index of it.
@@ -168,17 +172,7 @@ class LocalDiskBackend:
         """
         seen = self._index.state(identity)
         try:
-            with opened(self._files, path_of(self._root, identity)) as fd:
-                try:
-                    filed, digest = read_header(self._files, fd, identity)
-                    if into is not None and len(into) == filed.nbytes:
-                        if read_payload(self._files, fd, into, lambda: self._abandoned) != digest:
-                            raise Damaged("its payload is not what was written")
-                        with suppress(OSError):  # recency is worth no failed read: the file may be another user's
-                            self._files.utime(fd)
-                except Damaged as damage:
-                    self._set_aside(identity, fd, seen, damage)
-                    raise
+            fd, status = open_file(self._files, path_of(self._root, identity))
         except FileNotFoundError:
             self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
             self._index.forget(identity, seen)
@@ -188,31 +182,53 @@ class LocalDiskBackend:
                 self._tally.add("disk_damaged")
             self._index.forget(identity, seen)
             return None
+        try:
+            filed, digest = read_header(self._files, fd, identity, status.st_size)
+            if into is not None and len(into) == filed.nbytes:
+                if read_payload(self._files, fd, into, self._is_abandoned) != digest:
+                    raise Damaged("its payload is not what was written")
+                self._mark_used(fd, status)
+        except Damaged as damage:
+            self._set_aside(identity, status, seen, damage)
+            raise
+        finally:
+            self._files.close(fd)
         self._index.know(filed, from_before=from_before)
         return filed
 
-    def _set_aside(self, identity: bytes, fd: int, seen: State, damage: Damaged) -> None:
+    def _mark_used(self, fd: int, status: os.stat_result) -> None:
+        """Have the order of use outlive this process, to the minute."""
+        if abs(time.time() - status.st_mtime) > RECENCY_S:
+            with suppress(OSError):  # worth no failed read: the file may be another user's
+                self._files.utime(fd)
+
+    def _set_aside(self, identity: bytes, bad: os.stat_result, seen: State, damage: Damaged) -> None:
         self._tally.add("disk_damaged")
         logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
         try:
-            set_aside.set_aside(self._files, self._root, identity, fd)
+            set_aside.set_aside(self._files, self._root, identity, bad)
             self._index.set_aside(set_aside.prune(self._files, self._root))
         except OSError as error:
             self._count_error("write", error)
         self._index.forget(identity, seen)
 
-    @contextmanager
-    def _reading(self) -> Iterator[bool]:
-        """Inside, `close` waits for us. False: it has been called."""
+    def _begin_read(self, identity: bytes) -> bool:
+        """True: until `_end_read` the file is no victim, and `close` waits."""
         with self._reads_changed:
-            still_open = not self._closed
-            self._reads += still_open
-        try:
-            yield still_open
-        finally:
-            with self._reads_changed:
-                self._reads -= still_open
+            if self._closed or not self._index.use(identity):
+                return False
+            self._reads += 1
+            return True
+
+    def _end_read(self, identity: bytes) -> None:
+        self._index.unuse(identity)
+        with self._reads_changed:
+            self._reads -= 1
+            if not self._reads:
                 self._reads_changed.notify_all()
+
+    def _is_abandoned(self) -> bool:
+        return self._abandoned
 
     # ------------------------------------------------------------ writing
 
@@ -346,7 +362,7 @@ class LocalDiskBackend:
         return False
 
     def _count_error(self, op: str, error: OSError) -> None:
-        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        name = errno.errorcode.get(error.errno or 0, "unknown")
         self._tally.add("disk_errors", op=op, errno=name)
 
     def _fail(self, op: str, breaker: Breaker, error: OSError) -> None:

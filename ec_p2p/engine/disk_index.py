@@ -73,6 +73,8 @@ class DiskIndex:
 
     def know(self, filed: Filed, *, from_before: bool = False) -> None:
         """The file of this entry stands. `from_before`: it is of less worth than what is known already."""
+        if self.find(filed.identity) == filed:
+            return
         with self._lock:
             if filed.identity not in self._leaving:
                 self._become(filed.identity, filed, from_before)
@@ -106,21 +108,29 @@ class DiskIndex:
 
     # ------------------------------------------------------------ room
 
+    def use(self, identity: bytes) -> bool:
+        """Until `unuse` the file is no victim. False: it is one already, and its name must not be used."""
+        with self._lock:
+            if identity in self._leaving:
+                return False
+            self._in_use[identity] = self._in_use.get(identity, 0) + 1
+            return True
+
+    def unuse(self, identity: bytes) -> None:
+        with self._lock:
+            self._in_use[identity] -= 1
+            if not self._in_use[identity]:
+                del self._in_use[identity]
+
     @contextmanager
     def using(self, identity: bytes) -> Iterator[bool]:
-        """Inside, the file is no victim. False: it is one already, and its name must not be used."""
-        with self._lock:
-            free = identity not in self._leaving
-            if free:
-                self._in_use[identity] = self._in_use.get(identity, 0) + 1
+        """`use`, then `unuse` if that said yes."""
+        free = self.use(identity)
         try:
             yield free
         finally:
             if free:
-                with self._lock:
-                    self._in_use[identity] -= 1
-                    if not self._in_use[identity]:
-                        del self._in_use[identity]
+                self.unuse(identity)
 
     def reserve(self, nbytes: int) -> list[bytes] | None:
         """Count `nbytes` for a file that will be written, until `settle`.

@@ -109,18 +109,21 @@ class Scanner:
             except Abandoned:
                 return
             except OSError as error:
-                self._report(error)
-                delay_s = min(retry_s, self._rescan_s)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
-            else:
+                logger.warning("cannot scan %s: %s", self._root, error)
+                self._give_up(error)
+            except Exception as error:  # else whoever waits for this thread would wait for ever
+                logger.exception("cannot scan %s", self._root)
+                self._give_up(OSError(f"the scan of {self._root} failed: {error!r}"))
+            if self._failure is None:
                 delay_s, retry_s = self._rescan_s, RETRY_S
+            else:
+                delay_s, retry_s = min(retry_s, self._rescan_s), min(2 * retry_s, LONGEST_RETRY_S)
             self._wake.wait(delay_s)
             if self._closing.is_set():
                 return
 
-    def _report(self, error: OSError) -> None:
+    def _give_up(self, error: OSError) -> None:
         self._failed(error)
-        logger.warning("cannot scan %s: %s", self._root, error)
         with self._changed:
             self._failure = error
             self._changed.notify_all()

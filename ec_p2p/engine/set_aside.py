@@ -5,6 +5,7 @@ Owns the folder `damaged`. Must never decide what is damaged.
 
 from __future__ import annotations
 
+import os
 import stat
 from contextlib import suppress
 
@@ -18,10 +19,10 @@ def _folder(root: str) -> str:
     return f"{root}/damaged"
 
 
-def set_aside(files: Files, root: str, identity: bytes, fd: int) -> None:
-    """Move an entry's file, open as `fd`, to the others; unless another has taken its place. Raises OSError."""
+def set_aside(files: Files, root: str, identity: bytes, bad: os.stat_result) -> None:
+    """Move an entry's file, which had the status `bad`, to the others; unless another has taken its place. Raises
+    OSError."""
     path = path_of(root, identity)
-    bad = files.fstat(fd)
     with suppress(FileExistsError):
         files.mkdir(_folder(root))
     with suppress(FileNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend, Pin
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
-from ec_p2p.engine.filed import Filed, path_of
+from ec_p2p.engine.filed import Filed, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.generation import itemsize
 
@@ -41,6 +42,21 @@ class Sick(Files):
             return real(*args)
 
         return call
+
+
+class Gate:
+    """Holds up one kind of file operation until it is opened."""
+
+    def __init__(self, operation: str, matching: str = "") -> None:
+        self.operation = operation
+        self.matching = matching
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
+        if name == self.operation and self.matching in str(args[0]):
+            self.reached.set()
+            assert self.opened.wait(30)
 
 
 def os_error(number: int) -> OSError:
@@ -103,6 +119,18 @@ class Memory:
 def read(disk: LocalDiskBackend, number: int, nbytes: int = 2048) -> bytes | None:
     into = bytearray(nbytes)
     return None if disk.read(identity(number), memoryview(into)) is None else bytes(into)
+
+
+def put(folder: Path, number: int, rows: int = 4, age_s: float = 0) -> Path:
+    """Have another process's entry in the folder."""
+    (folder / LAYOUT).mkdir(parents=True, exist_ok=True)
+    filed = Filed(identity(number), rows * 512, rows, 256, "float16")
+    payload = memoryview(content(number, rows * 512))
+    write_file(Files(), str(folder / LAYOUT), filed, payload, fsync=False, abandoned=lambda: False)
+    path = file_of(folder, number)
+    if age_s:
+        os.utime(path, (time.time() - age_s,) * 2)
+    return path
 
 
 def file_of(folder: Path, number: int) -> Path:

@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
-from ec_p2p.engine.filed import HEADER_BYTES, Filed, write_file
-from ec_p2p.engine.files import Files
+from ec_p2p.engine.filed import HEADER_BYTES
 from tests.engine.disks import (
+    Gate,
     Memory,
     Sick,
     content,
@@ -25,6 +24,7 @@ from tests.engine.disks import (
     gauge,
     identity,
     os_error,
+    put,
     read,
     until,
 )
@@ -40,35 +40,8 @@ def memory() -> Iterator[Memory]:
     memory.close()
 
 
-def put(folder: Path, number: int, rows: int = 4, age_s: float = 0) -> Path:
-    """Have another process's entry in the folder."""
-    (folder / LAYOUT).mkdir(parents=True, exist_ok=True)
-    filed = Filed(identity(number), rows * 512, rows, 256, "float16")
-    payload = memoryview(content(number, rows * 512))
-    write_file(Files(), str(folder / LAYOUT), filed, payload, fsync=False, abandoned=lambda: False)
-    path = file_of(folder, number)
-    if age_s:
-        os.utime(path, (time.time() - age_s,) * 2)
-    return path
-
-
 def known(disk: LocalDiskBackend, numbers: range) -> set[int]:
     return {number for number in numbers if disk.find(identity(number)) is not None}
-
-
-class Gate:
-    """Holds up one kind of file operation until it is opened."""
-
-    def __init__(self, operation: str, matching: str = "") -> None:
-        self.operation = operation
-        self.matching = matching
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
-        if name == self.operation and self.matching in str(args[0]):
-            self.reached.set()
-            assert self.opened.wait(30)
 
 
 # ---------------------------------------------------------------- the start

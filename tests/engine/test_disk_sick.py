@@ -1,0 +1,419 @@
+"""Disks that are full, fail, vanish, and come back; processes that are killed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_p2p.engine.breaker import Breaker
+from ec_p2p.engine.disk import LocalDiskBackend
+from ec_p2p.engine.filed import HEADER_BYTES
+from tests.engine.disks import (
+    Gate,
+    Memory,
+    Sick,
+    content,
+    count,
+    file_of,
+    files_in,
+    gauge,
+    identity,
+    os_error,
+    put,
+    read,
+    until,
+)
+
+FILE = HEADER_BYTES + 2048
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = Memory()
+    yield memory
+    memory.close()
+
+
+class Clock:
+    """The breakers' time, which passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("ec_p2p.engine.disk.Breaker", lambda: Breaker(clock=clock))
+    return clock
+
+
+class Failing:
+    """One kind of operation fails while `error` is set."""
+
+    def __init__(self, operation: str, error: int) -> None:
+        self.operation = operation
+        self.error = error
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
+        if self.error and name == self.operation:
+            raise os_error(self.error)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize(
+    ("operation", "error"),
+    [
+        ("pwritev", errno.ENOSPC),
+        ("pwritev", errno.EDQUOT),
+        ("pwritev", errno.EIO),
+        ("mkdir", errno.EACCES),
+        ("rename", errno.EROFS),
+    ],
+)
+def test_a_write_that_fails_leaves_nothing_and_may_be_tried_again(
+    memory: Memory, tmp_path: Path, clock: Clock, operation: str, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk_state = Failing(operation, error)
+    gate = Gate("lstat")
+    name = errno.errorcode[error]
+    with (
+        caplog.at_level(logging.WARNING),
+        LocalDiskBackend(
+            str(tmp_path), files=Sick(lambda name, args: (gate(name, args), disk_state(name, args)))
+        ) as disk,
+    ):
+        for number in range(4):
+            assert memory.offer(disk, number)
+        gate.opened.set()
+        assert disk.flush(30)
+        assert memory.cpu.pinned_bytes == 0
+        assert files_in(tmp_path) == []
+        assert gauge(disk, "disk_breaker", op="write") == 1
+        assert gauge(disk, "disk_bytes", kind="used") == gauge(disk, "disk_bytes", kind="queued") == 0
+        assert count(disk, "disk_errors", op="write", errno=name) == 1  # one had to try, the rest was spared
+        assert not memory.offer(disk, 5)
+        assert count(disk, "disk_skipped", reason="breaker") == 3 + 1
+        disk_state.error = 0
+        clock.now += 1
+        assert memory.offer(disk, 1)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_breaker", op="write") == 0
+        assert read(disk, 1) == content(1, 2048)
+        memory.store(disk, 2)
+    assert f"a write failed ([Errno {error}]" in caplog.text
+    assert "writes work again" in caplog.text
+
+
+def test_a_victim_that_cannot_be_removed_counts_on(memory: Memory, tmp_path: Path, clock: Clock) -> None:
+    disk_state = Failing("unlink", 0)
+    lost: list[bytes] = []
+    with LocalDiskBackend(str(tmp_path), 2 * FILE, files=Sick(disk_state), on_lost=lost.append) as disk:
+        memory.store(disk, 1)
+        memory.store(disk, 2)
+        disk_state.error = errno.EROFS
+        assert memory.offer(disk, 3)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_bytes", kind="used") == 2 * FILE
+        assert gauge(disk, "disk_breaker", op="write") == 1
+        assert lost == [identity(1)]
+        assert disk.look(identity(1)) is not None
+        disk_state.error = 0
+        clock.now += 1
+        assert memory.offer(disk, 3)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_bytes", kind="used") == 2 * FILE
+        assert len(files_in(tmp_path)) == 2
+
+
+def test_a_trial_that_fails_is_followed_by_a_longer_pause(
+    memory: Memory, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        LocalDiskBackend(str(tmp_path), files=Sick(Failing("pwritev", errno.EIO))) as disk,
+    ):
+        assert memory.offer(disk, 1)
+        assert disk.flush(30)
+        clock.now += 1
+        assert memory.offer(disk, 1)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_breaker", op="write") == 1
+        assert count(disk, "disk_errors", op="write", errno="EIO") == 2
+    assert "the next is tried in 1 s" in caplog.text
+    assert "the next is tried in 2 s" in caplog.text
+
+
+FULL = """
+import os, sys
+from pathlib import Path
+from tests.engine.disks import *
+
+folder = Path(sys.argv[1])
+memory = Memory(16 << 20)
+disk = LocalDiskBackend(str(folder))
+size = 300_000
+stored = 0
+while memory.offer(disk, stored, 1, size, "uint8") and disk.flush(30) and disk.find(identity(stored)):
+    stored += 1
+assert 2 <= stored <= 7, stored
+assert count(disk, "disk_errors", op="write", errno="ENOSPC") == 1, disk.counts()
+assert gauge(disk, "disk_breaker", op="write") == 1
+assert not memory.offer(disk, stored, 1, size, "uint8")
+assert memory.cpu.pinned_bytes == 0
+assert len(files_in(folder)) == stored
+assert all(read(disk, number, size) == content(number, size) for number in range(stored))
+file_of(folder, 0).unlink()
+until(lambda: memory.offer(disk, stored, 1, size, "uint8"))
+assert disk.flush(30)
+assert read(disk, stored, size) == content(stored, size)
+assert read(disk, 0, size) is None
+assert gauge(disk, "disk_breaker", op="write") == 0
+disk.close()
+memory.close()
+print("right")
+"""
+
+IN_A_SMALL_DISK = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+MOUNT = 'mount -t tmpfs -o size=2m none "$0" && '
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    try:
+        subprocess.run([*IN_A_SMALL_DISK, MOUNT + "true", str(tmp_path)], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    command = [*IN_A_SMALL_DISK, MOUNT + 'exec "$1" -c "$2" "$0"', str(tmp_path), sys.executable, FULL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("operation", "error"), [("preadv", errno.EIO), ("open", errno.EACCES), ("fstat", errno.ESTALE)]
+)
+def test_a_read_that_fails_is_a_miss_and_reads_pause(
+    memory: Memory, tmp_path: Path, clock: Clock, operation: str, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk_state = Failing(operation, 0)
+    with caplog.at_level(logging.WARNING), LocalDiskBackend(str(tmp_path), files=Sick(disk_state)) as disk:
+        memory.store(disk, 1)
+        disk_state.error = error
+        assert read(disk, 1) is None
+        assert gauge(disk, "disk_breaker", op="read") == 1
+        disk_state.error = 0
+        assert read(disk, 1) is disk.look(identity(1)) is None  # not tried
+        assert count(disk, "disk_errors", op="read", errno=errno.errorcode[error]) == 1
+        assert count(disk, "disk_reads", outcome="error") == 2
+        assert gauge(disk, "disk_breaker", op="write") == 0
+        assert files_in(tmp_path) != []
+        clock.now += 1
+        assert read(disk, 1) == content(1, 2048)
+        assert gauge(disk, "disk_breaker", op="read") == 0
+    assert "a read failed" in caplog.text
+    assert "reads work again" in caplog.text
+
+
+def test_one_read_tries_whether_the_disk_is_well(memory: Memory, tmp_path: Path, clock: Clock) -> None:
+    """After the pause a single reader meets the disk; the others go without until it is back."""
+    disk_state = Failing("preadv", 0)
+    gate = Gate("preadv")
+    hang = threading.Event()
+
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        disk_state(name, args)
+        if hang.is_set():
+            gate(name, args)
+
+    with LocalDiskBackend(str(tmp_path), files=Sick(before)) as disk:
+        memory.store(disk, 1)
+        disk_state.error = errno.EIO
+        assert read(disk, 1) is None
+        disk_state.error = 0
+        hang.set()
+        found: list[bytes | None] = []
+        clock.now += 1
+        trial = threading.Thread(target=lambda: found.append(read(disk, 1)))
+        trial.start()
+        assert gate.reached.wait(30)
+        assert [read(disk, 1) for _ in range(3)] == [None] * 3
+        gate.opened.set()
+        trial.join()
+        assert found == [content(1, 2048)]
+        assert read(disk, 1) == content(1, 2048)
+
+
+def test_no_recency_is_no_failure(memory: Memory, tmp_path: Path) -> None:
+    with LocalDiskBackend(str(tmp_path), files=Sick(Failing("utime", errno.EPERM))) as disk:
+        memory.store(disk, 1)
+        assert read(disk, 1) == content(1, 2048)
+        assert gauge(disk, "disk_breaker", op="read") == 0
+
+
+def test_damage_on_a_disk_that_cannot_be_changed_is_still_a_miss(memory: Memory, tmp_path: Path) -> None:
+    disk_state = Failing("rename", 0)
+    with LocalDiskBackend(str(tmp_path), files=Sick(disk_state)) as disk:
+        memory.store(disk, 1)
+        os.truncate(file_of(tmp_path, 1), 5000)
+        disk_state.error = errno.EROFS
+        assert read(disk, 1) is disk.find(identity(1)) is None
+        assert count(disk, "disk_errors", op="write", errno="EROFS") == 1
+        assert gauge(disk, "disk_breaker", op="read") == 0
+        disk_state.error = 0
+        memory.store(disk, 1)
+        assert read(disk, 1) == content(1, 2048)
+
+
+def test_a_fault_in_a_listener_stops_neither_thread(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = iter([True] * 2)
+
+    def filed(filed: object) -> None:
+        if next(faults, False):
+            raise ZeroDivisionError
+
+    put(tmp_path, 1)
+    with LocalDiskBackend(str(tmp_path), rescan_s=0.02, on_filed=filed) as disk:
+        until(lambda: disk.find(identity(1)) is not None)
+        assert memory.offer(disk, 2)
+        assert disk.flush(30)
+        memory.store(disk, 3)
+        assert read(disk, 2) == content(2, 2048)
+    assert caplog.text.count("ZeroDivisionError") >= 2
+
+
+# ---------------------------------------------------------------- killed
+
+
+VICTIM = """
+import sys
+from tests.engine.disks import *
+
+folder, first = sys.argv[1], int(sys.argv[2])
+memory = Memory()
+disk = LocalDiskBackend(folder, 40 * 70_000)
+print("started", flush=True)
+for number in range(first, first + 10_000):
+    memory.offer(disk, number, 1, 65_536, "uint8")
+    disk.flush(30)
+"""
+
+
+def test_killed_again_and_again_each_entry_is_whole_or_missing(memory: Memory, tmp_path: Path) -> None:
+    nbytes = 65_536
+    pause = random.Random(1)
+    for life in range(4):
+        with subprocess.Popen(
+            [sys.executable, "-c", VICTIM, str(tmp_path), str(life * 100)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "started\n"
+                until(lambda life=life: file_of(tmp_path, life * 100 + 3).exists())
+                threading.Event().wait(pause.random() / 50)
+            finally:
+                process.kill()
+        with LocalDiskBackend(str(tmp_path), 40 * 70_000) as disk:
+            until(lambda: gauge(disk, "disk_entries") == len([name for name in files_in(tmp_path) if name[3] != "."]))
+            found = [number for number in range(life * 100 + 100) if disk.find(identity(number)) is not None]
+            assert len(found) == len(files_in(tmp_path)) >= 3
+            assert all(read(disk, number, nbytes) == content(number, nbytes) for number in found)
+            assert count(disk, "disk_damaged") == 0
+            assert gauge(disk, "disk_bytes", kind="used") == len(found) * (HEADER_BYTES + nbytes)
+
+
+# ---------------------------------------------------------------- all at once
+
+
+def test_many_threads_and_two_backends_over_one_small_folder(memory: Memory, tmp_path: Path) -> None:
+    """Whatever happens at once, what is read is right, nothing is held, and the accounts agree in the end."""
+    stop = threading.Event()
+    wrong: list[object] = []
+
+    def write(disk: LocalDiskBackend, seed: int) -> None:
+        own = Memory(1 << 20)
+        choice = random.Random(seed)
+        while not stop.is_set():
+            own.offer(disk, choice.randrange(30))
+            disk.flush(30)
+        own.close()
+
+    def look(disk: LocalDiskBackend, seed: int) -> None:
+        choice = random.Random(seed)
+        while not stop.is_set():
+            number = choice.randrange(30)
+            found = read(disk, number)
+            if found not in (None, content(number, 2048)):
+                wrong.append(number)
+            disk.look(identity(choice.randrange(30)))
+
+    def harm(seed: int) -> None:
+        choice = random.Random(seed)
+        while not stop.wait(0.01):
+            path = file_of(tmp_path, choice.randrange(30))
+            try:
+                choice.choice([os.unlink, lambda path: os.truncate(path, 5000), lambda path: path.touch()])(path)
+            except FileNotFoundError:
+                pass
+
+    events: dict[bytes, list[str]] = {}
+    with (
+        LocalDiskBackend(
+            str(tmp_path),
+            10 * FILE,
+            rescan_s=0.05,
+            on_filed=lambda filed: events.setdefault(filed.identity, []).append("filed"),
+            on_lost=lambda identity: events.setdefault(identity, []).append("lost"),
+        ) as one,
+        LocalDiskBackend(str(tmp_path), 12 * FILE, rescan_s=0.03) as other,
+    ):
+        work = [(write, one, 1), (write, other, 2), (look, one, 3), (look, one, 4), (look, other, 5)]
+        threads = [threading.Thread(target=target, args=args) for target, *args in work]
+        threads.append(threading.Thread(target=harm, args=(6,)))
+        for thread in threads:
+            thread.start()
+        threading.Event().wait(2)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        for disk in (one, other):
+            assert disk.flush(30)
+            until(lambda disk=disk: entries_in(tmp_path) == known_to(disk))
+            until(lambda disk=disk: gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path))
+            assert gauge(disk, "disk_breaker", op="write") == gauge(disk, "disk_breaker", op="read") == 0
+        assert bytes_in(tmp_path) <= 10 * FILE
+        for told in events.values():
+            assert told == ["filed", "lost"] * (len(told) // 2) + ["filed"] * (len(told) % 2)
+        assert {identity for identity, told in events.items() if len(told) % 2} == known_to(one)
+
+
+def entries_in(folder: Path) -> set[bytes]:
+    return {bytes.fromhex(name[3:67]) for name in files_in(folder) if not name.startswith("damaged")}
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def known_to(disk: LocalDiskBackend) -> set[bytes]:
+    return {identity(number) for number in range(30) if disk.find(identity(number)) is not None}
