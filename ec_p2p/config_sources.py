@@ -174,7 +174,9 @@ def _nested(content: Mapping[str, object], file: str) -> Iterator[_Given]:
 
 def _environment(environ: Mapping[str, str]) -> Iterator[_Given]:
     prefix = "LMCACHE_EC_"
-    entries = ((key, key[len(prefix) :], environ[key]) for key in sorted(environ) if key.upper().startswith(prefix))
+    # Of two spellings the last one wins: the one in upper case.
+    keys = sorted((key for key in environ if key.upper().startswith(prefix)), reverse=True)
+    entries = ((key, key[len(prefix) :], environ[key]) for key in keys)
     for given in _known(entries, "environment", lambda name: prefix + name.upper()):
         yield _from_text(given, str(given.value))
 

@@ -32,6 +32,12 @@ def test_prefixed_names_in_either_case_and_with_one_prefix_where_the_name_has_it
     assert load_ec_engine_config(own, config_file=file(content), environ=environ).ec_ip == "10.0.0.1"
 
 
+def test_of_two_spellings_in_the_environment_the_one_in_upper_case_wins():
+    both = {"LMCACHE_EC_EXPECT_S": "1", "lmcache_ec_expect_s": "2"}
+    for environ in (both, dict(reversed(both.items()))):
+        assert load_ec_engine_config(environ=environ).expect_s == 1
+
+
 def test_a_plain_name_wins_over_its_prefixed_form_whatever_their_order_and_that_is_said(caplog):
     caplog.set_level(logging.INFO)
     for own in ({"expect_s": 1, "lmcache.ec_expect_s": 2}, {"lmcache.ec_expect_s": 2, "expect_s": 1}):
