@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -162,3 +163,10 @@ def test_a_readable_size_is_read_as_the_same_size(nbytes):
 )
 def test_a_readable_size_has_the_largest_unit_that_fits(nbytes, text):
     assert readable_size(nbytes) == text
+
+
+def test_the_documentation_has_every_setting_in_its_tables_and_in_its_sample():
+    text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", text.partition("## The host's node")[2], re.MULTILINE)
+    assert sorted(rows) == sorted([*KINDS, "ec_role"])
+    assert re.findall(r"^    (\w+) +\S+ +(?:default|.+: [\w.]+)$", text, re.MULTILINE) == list(KINDS)
