@@ -7,7 +7,6 @@ after `close`.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -17,16 +16,13 @@ from contextlib import suppress
 from ec_p2p.engine import set_aside
 from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.cpu import Pin
-from ec_p2p.engine.disk_index import DiskIndex, OnFiled, OnLost, State
+from ec_p2p.engine.disk_index import DiskIndex, OnFiled, OnLost
+from ec_p2p.engine.examine import Examiner
 from ec_p2p.engine.filed import (
     Abandoned,
     Damaged,
     Filed,
-    NotAFile,
-    open_file,
     path_of,
-    read_header,
-    read_payload,
     write_file,
 )
 from ec_p2p.engine.files import Files
@@ -39,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "ec-p2p-1"
 """The folder below the configured one: another layout would get another name."""
-
-RECENCY_S = 60.0
-"""How far a file's time of modification may lag behind its last use."""
 
 _COUNTS: list[Series] = [
     ("disk_writes", ()),
@@ -98,15 +91,9 @@ class LocalDiskBackend:
         self._abandoned = False
         self._reads = 0
         self._reads_changed = threading.Condition()
+        self._examiner = Examiner(self._files, self._root, self._index, self._tally, lambda: self._abandoned)
         self._scanner = Scanner(
-            self._files,
-            self._root,
-            self._index,
-            rescan_s=rescan_s,
-            examine=lambda identity: self._examine(identity, from_before=True),
-            remove=self._remove,
-            failed=lambda error: self._count_error("scan", error),
-            swept=lambda: self._tally.add("disk_swept"),
+            self._files, self._root, self._index, self._examiner, self._tally, rescan_s=rescan_s, remove=self._remove
         )
         self._queue = WriteBehind(queue_bytes, self._write)
         self._scanner.start()
@@ -149,7 +136,7 @@ class LocalDiskBackend:
             if not self._read_breaker.admit():
                 return None, "error"
             try:
-                filed = self._examine(identity, into)
+                filed = self._examiner.examine(identity, into)
                 outcome = "miss" if filed is None else "hit"
             except Damaged:
                 filed, outcome = None, "damaged"
@@ -165,53 +152,6 @@ class LocalDiskBackend:
         finally:
             self._end_read(identity)
 
-    def _examine(self, identity: bytes, into: memoryview | None = None, *, from_before: bool = False) -> Filed | None:
-        """Look at an entry's file, read its payload too if `into` has its size, and tell the index of it.
-
-        Raises Damaged, with the file set aside, Abandoned, or OSError, with nothing learnt.
-        """
-        seen = self._index.state(identity)
-        try:
-            fd, status = open_file(self._files, path_of(self._root, identity))
-        except FileNotFoundError:
-            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
-            self._index.forget(identity, seen)
-            return None
-        except NotAFile:
-            if isinstance(seen, Filed):
-                self._tally.add("disk_damaged")
-            self._index.forget(identity, seen)
-            return None
-        try:
-            filed, digest = read_header(self._files, fd, identity, status.st_size)
-            if into is not None and len(into) == filed.nbytes:
-                if read_payload(self._files, fd, into, self._is_abandoned) != digest:
-                    raise Damaged("its payload is not what was written")
-                self._mark_used(fd, status)
-        except Damaged as damage:
-            self._set_aside(identity, status, seen, damage)
-            raise
-        finally:
-            self._files.close(fd)
-        self._index.know(filed, from_before=from_before)
-        return filed
-
-    def _mark_used(self, fd: int, status: os.stat_result) -> None:
-        """Have the order of use outlive this process, to the minute."""
-        if abs(time.time() - status.st_mtime) > RECENCY_S:
-            with suppress(OSError):  # worth no failed read: the file may be another user's
-                self._files.utime(fd)
-
-    def _set_aside(self, identity: bytes, bad: os.stat_result, seen: State, damage: Damaged) -> None:
-        self._tally.add("disk_damaged")
-        logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
-        try:
-            set_aside.set_aside(self._files, self._root, identity, bad)
-            self._index.set_aside(set_aside.prune(self._files, self._root))
-        except OSError as error:
-            self._count_error("write", error)
-        self._index.forget(identity, seen)
-
     def _begin_read(self, identity: bytes) -> bool:
         """True: until `_end_read` the file is no victim, and `close` waits."""
         with self._reads_changed:
@@ -226,9 +166,6 @@ class LocalDiskBackend:
             self._reads -= 1
             if not self._reads:
                 self._reads_changed.notify_all()
-
-    def _is_abandoned(self) -> bool:
-        return self._abandoned
 
     # ------------------------------------------------------------ writing
 
@@ -260,7 +197,7 @@ class LocalDiskBackend:
             self._file(_filed(job.pin), job.payload)
         except (IsADirectoryError, NotADirectoryError) as error:
             # Something that is not ours sits in this entry's place; the disk is well.
-            self._count_error("write", error)
+            self._tally.add_error("write", error)
         except OSError as error:
             self._fail("write", self._write_breaker, error)
             return
@@ -272,7 +209,7 @@ class LocalDiskBackend:
                 self._skip("in_use")
                 return
             with suppress(Damaged):
-                if self._examine(filed.identity) == filed:
+                if self._examiner.examine(filed.identity) == filed:
                     return  # another node was first
             victims = self._index.reserve(filed.file_bytes)
             if victims is None:
@@ -361,12 +298,8 @@ class LocalDiskBackend:
         self._tally.add("disk_skipped", reason=reason)
         return False
 
-    def _count_error(self, op: str, error: OSError) -> None:
-        name = errno.errorcode.get(error.errno or 0, "unknown")
-        self._tally.add("disk_errors", op=op, errno=name)
-
     def _fail(self, op: str, breaker: Breaker, error: OSError) -> None:
-        self._count_error(op, error)
+        self._tally.add_error(op, error)
         if breaker.failed():
             logger.warning("%s: a %s failed (%s); the next is tried in %g s", self._root, op, error, breaker.delay_s)
 

@@ -18,9 +18,11 @@ from itertools import islice
 from typing import TypeVar
 
 from ec_p2p.engine.disk_index import DiskIndex, State
+from ec_p2p.engine.examine import Examiner
 from ec_p2p.engine.filed import Abandoned, Damaged, Filed, identity_in, is_temp, path_of, sweep
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.set_aside import prune
+from ec_p2p.engine.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,7 @@ _Found = tuple[int, bytes, int]
 class Scanner:
     """Scans at once, then every `rescan_s` or when woken; after a failure sooner.
 
-    `examine` reads one file's header and tells the index of it; `remove` unlinks victims of the index; `failed` counts
-    an OSError; `swept` one leftover. `examine` and `remove` may raise OSError.
+    `remove` unlinks victims of the index, and may raise OSError.
     """
 
     def __init__(
@@ -49,21 +50,19 @@ class Scanner:
         files: Files,
         root: str,
         index: DiskIndex,
+        examiner: Examiner,
+        tally: Tally,
         *,
         rescan_s: float,
-        examine: Callable[[bytes], Filed | None],
         remove: Callable[[list[bytes]], None],
-        failed: Callable[[OSError], None],
-        swept: Callable[[], None],
     ) -> None:
         self._files = files
         self._root = root
         self._index = index
         self._rescan_s = rescan_s
-        self._examine = examine
+        self._examiner = examiner
+        self._tally = tally
         self._remove = remove
-        self._failed = failed
-        self._swept = swept
         self._changed = threading.Condition()
         self._sized = False
         self._failure: OSError | None = None
@@ -123,7 +122,7 @@ class Scanner:
                 return
 
     def _give_up(self, error: OSError) -> None:
-        self._failed(error)
+        self._tally.add_error("scan", error)
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -205,7 +204,7 @@ class Scanner:
     def _sweep(self, temp: str) -> None:
         try:
             if sweep(self._files, temp):
-                self._swept()
+                self._tally.add("disk_swept")
         except OSError as error:
             self._problem(error)
 
@@ -216,7 +215,7 @@ class Scanner:
             if not free:
                 return
             try:
-                self._examine(identity)
+                self._examiner.examine(identity, from_before=True)
             except Damaged:
                 return  # set aside, and counted, by whoever found out
             except FileNotFoundError:
@@ -225,7 +224,7 @@ class Scanner:
                 self._problem(error)
 
     def _problem(self, error: OSError) -> None:
-        self._failed(error)
+        self._tally.add_error("scan", error)
         self._problems.append(error)
 
     def _batches(self, items: Iterable[_T]) -> Iterator[list[_T]]:

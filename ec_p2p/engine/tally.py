@@ -5,6 +5,7 @@ Owns numbers by name and labels, never what they mean.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterable
 
@@ -24,6 +25,10 @@ class Tally:
         series = (name, tuple(labels.items()))
         with self._lock:
             self._values[series] = self._values.get(series, 0.0) + amount
+
+    def add_error(self, op: str, error: OSError) -> None:
+        """Count an error of the disk under its symbolic name."""
+        self.add("disk_errors", op=op, errno=errno.errorcode.get(error.errno or 0, "unknown"))
 
     def values(self) -> dict[Series, float]:
         with self._lock:

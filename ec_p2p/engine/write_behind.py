@@ -87,7 +87,8 @@ class WriteBehind:
         """Wait until all that was taken before is written or given up. False: it took longer than that."""
         with self._changed:
             target = self._taken
-            return self._changed.wait_for(lambda: self._done >= target, timeout_s)
+            self._changed.wait_for(lambda: self._done >= target or self._abandoned, timeout_s)
+            return self._done >= target
 
     def close(self, timeout_s: float | None) -> bool:
         """Take nothing more, `flush`, and end the thread. False: it is still at work, and the pins it has stay open."""
@@ -98,6 +99,7 @@ class WriteBehind:
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         with self._changed:
             self._abandoned = self._thread.is_alive()
+            self._changed.notify_all()
         return not self._abandoned
 
     # ------------------------------------------------------------ the thread

@@ -1,0 +1,84 @@
+"""One look at one file: whether it is there, right, and whole, and what the index must hear of that.
+
+Owns the path of every file that is read, whoever asks: a reader, the writer or the scan. Must never decide whether the
+disk may be asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ec_p2p.engine import set_aside
+from ec_p2p.engine.disk_index import DiskIndex, State
+from ec_p2p.engine.filed import Damaged, Filed, NotAFile, open_file, path_of, read_header, read_payload
+from ec_p2p.engine.files import Files
+from ec_p2p.engine.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+RECENCY_S = 60.0
+"""How far a file's time of modification may lag behind its last use."""
+
+
+class Examiner:
+    """Thread-safe. The caller has said to the index that it uses the file."""
+
+    def __init__(self, files: Files, root: str, index: DiskIndex, tally: Tally, abandoned: Callable[[], bool]) -> None:
+        self._files = files
+        self._root = root
+        self._index = index
+        self._tally = tally
+        self._abandoned = abandoned
+
+    def examine(self, identity: bytes, into: memoryview | None = None, *, from_before: bool = False) -> Filed | None:
+        """The entry in its file, with `into` filled and verified if that has the payload's size. None: there is none.
+
+        `from_before`: what is found is of less worth than what is known. Raises Damaged, with the file set aside, and
+        Abandoned or OSError, with nothing learnt.
+        """
+        seen = self._index.state(identity)
+        try:
+            fd, status = open_file(self._files, path_of(self._root, identity))
+        except FileNotFoundError:
+            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
+            self._index.forget(identity, seen)
+            return None
+        except NotAFile:
+            if isinstance(seen, Filed):
+                self._tally.add("disk_damaged")
+            self._index.forget(identity, seen)
+            return None
+        try:
+            filed, digest = read_header(self._files, fd, identity, status.st_size)
+            if into is not None and len(into) == filed.nbytes:
+                if read_payload(self._files, fd, into, self._abandoned) != digest:
+                    raise Damaged("its payload is not what was written")
+                self._mark_used(fd, status)
+        except Damaged as damage:
+            self._set_aside(identity, status, seen, damage)
+            raise
+        finally:
+            self._files.close(fd)
+        self._index.know(filed, from_before=from_before)
+        return filed
+
+    def _mark_used(self, fd: int, status: os.stat_result) -> None:
+        """Have the order of use outlive this process, to the minute."""
+        if abs(time.time() - status.st_mtime) > RECENCY_S:
+            with suppress(OSError):  # worth no failed read: the file may be another user's
+                self._files.utime(fd)
+
+    def _set_aside(self, identity: bytes, bad: os.stat_result, seen: State, damage: Damaged) -> None:
+        logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
+        try:
+            set_aside.set_aside(self._files, self._root, identity, bad)
+            self._index.set_aside(set_aside.prune(self._files, self._root))
+        except OSError as error:
+            # It stays where it is, and is found out again.
+            self._tally.add_error("write", error)
+        self._index.forget(identity, seen)
+        self._tally.add("disk_damaged")
