@@ -6,6 +6,7 @@ disk may be asked.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -19,6 +20,9 @@ from ec_p2p.engine.files import Files
 from ec_p2p.engine.tally import Tally
 
 logger = logging.getLogger(__name__)
+
+# The latter is how NFS says that another host has deleted the file.
+_GONE = {errno.ENOENT, errno.ESTALE}
 
 RECENCY_S = 60.0
 """How far a file's time of modification may lag behind its last use."""
@@ -42,29 +46,35 @@ class Examiner:
         """
         seen = self._index.state(identity)
         try:
-            fd, status = open_file(self._files, path_of(self._root, identity))
-        except FileNotFoundError:
-            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
-            self._index.forget(identity, seen)
-            return None
+            filed = self._read(identity, into, seen)
         except NotAFile:
             if isinstance(seen, Filed):
                 self._tally.add("disk_damaged")
             self._index.forget(identity, seen)
             return None
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
+            self._index.forget(identity, seen)
+            return None
+        self._index.know(filed, from_before=from_before)
+        return filed
+
+    def _read(self, identity: bytes, into: memoryview | None, seen: State) -> Filed:
+        fd, status = open_file(self._files, path_of(self._root, identity))
         try:
             filed, digest = read_header(self._files, fd, identity, status.st_size)
             if into is not None and len(into) == filed.nbytes:
                 if read_payload(self._files, fd, into, self._abandoned) != digest:
                     raise Damaged("its payload is not what was written")
                 self._mark_used(fd, status)
+            return filed
         except Damaged as damage:
             self._set_aside(identity, status, seen, damage)
             raise
         finally:
             self._files.close(fd)
-        self._index.know(filed, from_before=from_before)
-        return filed
 
     def _mark_used(self, fd: int, status: os.stat_result) -> None:
         """Have the order of use outlive this process, to the minute."""

@@ -68,7 +68,8 @@ class Scanner:
         self._failure: OSError | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._problems: list[OSError] = []
+        self._problems = 0
+        self._first_problem = ""
         self._thread = threading.Thread(target=self._run, name="ec-p2p-disk-scan", daemon=True)
 
     def start(self) -> None:
@@ -86,7 +87,8 @@ class Scanner:
                 return
             if self._failure is None:
                 raise Abandoned
-            raise self._failure
+            # Another one each time: an exception keeps what its traceback passed through, views of the arena included.
+            raise OSError(self._failure.errno, f"the last scan failed: {self._failure}")
 
     def close(self, timeout_s: float | None) -> bool:
         """End the thread. False: it hangs in the operating system."""
@@ -128,7 +130,7 @@ class Scanner:
             self._changed.notify_all()
 
     def _scan(self) -> None:
-        self._problems.clear()
+        self._problems = 0
         try:
             self._files.lstat(self._root)
         except FileNotFoundError:
@@ -153,9 +155,9 @@ class Scanner:
         if self._problems:
             logger.warning(
                 "%d files of %s could not be looked at; the first: %s",
-                len(self._problems),
+                self._problems,
                 self._root,
-                self._problems[0],
+                self._first_problem,
             )
 
     def _size_folder(self, number: int) -> list[_Found]:
@@ -225,7 +227,9 @@ class Scanner:
 
     def _problem(self, error: OSError) -> None:
         self._tally.add_error("scan", error)
-        self._problems.append(error)
+        self._problems += 1
+        if self._problems == 1:
+            self._first_problem = str(error)
 
     def _batches(self, items: Iterable[_T]) -> Iterator[list[_T]]:
         iterator = iter(items)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -92,11 +91,10 @@ class WriteBehind:
 
     def close(self, timeout_s: float | None) -> bool:
         """Take nothing more, `flush`, and end the thread. False: it is still at work, and the pins it has stay open."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._thread.join(timeout_s)
         with self._changed:
             self._abandoned = self._thread.is_alive()
             self._changed.notify_all()

@@ -59,6 +59,18 @@ class Gate:
             assert self.opened.wait(30)
 
 
+class Failing:
+    """One kind of operation fails while `error` is set."""
+
+    def __init__(self, operation: str, error: int) -> None:
+        self.operation = operation
+        self.error = error
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
+        if self.error and name == self.operation:
+            raise os_error(self.error)
+
+
 def os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -13,10 +15,25 @@ from typing import Any
 
 import pytest
 
+from ec_p2p.engine import policy
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed
-from ec_p2p.engine.policy import LRU
-from tests.engine.disks import Gate, Memory, Sick, content, count, file_of, files_in, gauge, identity, put, read, until
+from ec_p2p.engine.policy import LRU, make_policy
+from tests.engine.disks import (
+    Failing,
+    Gate,
+    Memory,
+    Sick,
+    content,
+    count,
+    file_of,
+    files_in,
+    gauge,
+    identity,
+    put,
+    read,
+    until,
+)
 
 FILE = HEADER_BYTES + 2048
 """Bytes of the file of an entry of the usual size."""
@@ -188,6 +205,17 @@ def test_look_finds_what_others_wrote_and_loses_what_they_deleted(memory: Memory
         assert disk.find(identity(1)) is None
         assert gauge(disk, "disk_breaker", op="read") == 0
     assert heard.events == [("filed", 1), ("lost", 1)] * 2
+
+
+@pytest.mark.parametrize("operation", ["open", "fstat", "preadv"])
+def test_what_another_host_deleted_on_nfs_is_a_miss(memory: Memory, tmp_path: Path, operation: str) -> None:
+    stale = Failing(operation, 0)
+    with LocalDiskBackend(str(tmp_path), files=Sick(stale)) as disk:
+        memory.store(disk, 1)
+        stale.error = errno.ESTALE
+        assert read(disk, 1) is disk.find(identity(1)) is None
+        assert gauge(disk, "disk_breaker", op="read") == 0
+        assert count(disk, "disk_reads", outcome="miss") == 1
 
 
 def test_a_file_that_another_replaced_counts_with_its_new_size(memory: Memory, tmp_path: Path) -> None:
@@ -429,6 +457,21 @@ def test_the_policy_is_the_callers(memory: Memory, tmp_path: Path) -> None:
         for number in range(5):
             memory.store(disk, number)
         assert {number for number in range(5) if disk.find(identity(number))} == {0, 1, 4}
+
+
+@pytest.mark.parametrize("word", list(policy._POLICIES))
+def test_each_policy_keeps_the_cap(memory: Memory, tmp_path: Path, word: str) -> None:
+    choice = random.Random(5)
+    for _ in range(2):
+        with LocalDiskBackend(str(tmp_path), 10 * FILE, policy=make_policy(word), rescan_s=0.01) as disk:
+            for _ in range(150):
+                number, rows = choice.randrange(30), choice.randrange(1, 9)
+                memory.offer(disk, number, rows)
+                assert disk.flush(30)
+                assert gauge(disk, "disk_bytes", kind="used") <= 10 * FILE
+                assert read(disk, number, 512 * rows) in (content(number, 512 * rows), None)
+                file_of(tmp_path, choice.randrange(30)).unlink(missing_ok=True)
+            assert count(disk, "disk_evictions") > 0
 
 
 def test_what_is_being_read_is_no_victim(memory: Memory, tmp_path: Path) -> None:

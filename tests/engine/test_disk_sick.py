@@ -19,6 +19,7 @@ from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.disk import LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES
 from tests.engine.disks import (
+    Failing,
     Gate,
     Memory,
     Sick,
@@ -28,7 +29,6 @@ from tests.engine.disks import (
     files_in,
     gauge,
     identity,
-    os_error,
     put,
     read,
     until,
@@ -59,18 +59,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("ec_p2p.engine.disk.Breaker", lambda: Breaker(clock=clock))
     return clock
-
-
-class Failing:
-    """One kind of operation fails while `error` is set."""
-
-    def __init__(self, operation: str, error: int) -> None:
-        self.operation = operation
-        self.error = error
-
-    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
-        if self.error and name == self.operation:
-            raise os_error(self.error)
 
 
 # ---------------------------------------------------------------- writing
@@ -207,9 +195,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize(
-    ("operation", "error"), [("preadv", errno.EIO), ("open", errno.EACCES), ("fstat", errno.ESTALE)]
-)
+@pytest.mark.parametrize(("operation", "error"), [("preadv", errno.EIO), ("open", errno.EACCES), ("fstat", errno.EIO)])
 def test_a_read_that_fails_is_a_miss_and_reads_pause(
     memory: Memory, tmp_path: Path, clock: Clock, operation: str, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:

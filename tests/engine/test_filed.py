@@ -267,6 +267,8 @@ def test_whatever_fails_there_is_a_whole_file_or_none(tmp_path: Path) -> None:
     spy = Sick(lambda name, args: operations.append(name))
     write(tmp_path, entry(number=100), content(1, 2048), spy, fsync=True)
     assert set(operations) >= {"mkdir", "open", "flock", "pwritev", "fsync", "rename", "close"}
+    # A failure that is told only when the file is closed comes before it can be found.
+    assert operations.index("dup") < operations.index("close") < operations.index("rename")
     for number in (errno.ENOSPC, errno.EIO, errno.EACCES):
         for failing in range(len(operations)):
             filed = entry(number=failing)
