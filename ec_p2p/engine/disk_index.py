@@ -71,25 +71,28 @@ class DiskIndex:
 
     # ------------------------------------------------------------ learning
 
-    def know(self, filed: Filed, *, from_before: bool = False) -> None:
-        """The file of this entry stands. `from_before`: it is of less worth than what is known already."""
+    def know(self, filed: Filed) -> None:
+        """The file of this entry stands. What was not counted before is the last to go."""
         if self.find(filed.identity) == filed:
             return
         with self._lock:
             if filed.identity not in self._leaving:
-                self._become(filed.identity, filed, from_before)
+                self._become(filed.identity, filed)
 
     def count(self, identity: bytes, file_bytes: int) -> None:
-        """A file of this size was seen: from now on it counts, whatever is in it. An entry of another size is lost."""
+        """A file of this size was seen: from now on it counts, whatever is in it. An entry of another size is lost.
+
+        What was not counted before is of less worth than all that was.
+        """
         with self._lock:
             if identity not in self._leaving and _file_bytes(self._get(identity)) != file_bytes:
-                self._become(identity, file_bytes, True)
+                self._become(identity, file_bytes)
 
     def forget(self, identity: bytes, seen: State) -> None:
         """The file is gone, or no entry, if nothing has been heard of it since it was in the state `seen`."""
         with self._lock:
             if seen is not None and self._get(identity) is seen:
-                self._become(identity, None, False)
+                self._become(identity, None)
 
     def forget_all(self) -> None:
         for number in range(256):
@@ -150,7 +153,7 @@ class DiskIndex:
         with self._lock:
             self._reserved_bytes -= nbytes
             if filed is not None:
-                self._become(filed.identity, filed, False)
+                self._become(filed.identity, filed)
                 self._policy.touched(filed.identity)
 
     def excess(self, at_most: int) -> list[bytes]:
@@ -166,7 +169,7 @@ class DiskIndex:
     def kept(self, identity: bytes) -> None:
         """The victim's file could not be removed: it counts again, but is no known entry."""
         with self._lock:
-            self._become(identity, self._leaving.pop(identity), True)
+            self._become(identity, self._leaving.pop(identity))
 
     # ------------------------------------------------------------ under the lock
 
@@ -190,10 +193,10 @@ class DiskIndex:
     def _evict(self, victims: list[bytes]) -> list[bytes]:
         for identity in victims:
             self._leaving[identity] = _file_bytes(self._get(identity))
-            self._become(identity, None, False)
+            self._become(identity, None)
         return victims
 
-    def _become(self, identity: bytes, new: State, from_before: bool) -> None:
+    def _become(self, identity: bytes, new: State) -> None:
         """The one place where a file's state changes."""
         shard = self._shards[identity[0]]
         old = shard.get(identity)
@@ -209,7 +212,7 @@ class DiskIndex:
         else:
             shard[identity] = new
             if old is None or before != after:
-                (self._policy.restored if from_before else self._policy.added)(identity, after)
+                (self._policy.added if isinstance(new, Filed) else self._policy.restored)(identity, after)
         if isinstance(old, Filed) and self._on_lost is not None:
             self._on_lost(identity)
         if isinstance(new, Filed) and self._on_filed is not None:

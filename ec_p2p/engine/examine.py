@@ -38,11 +38,10 @@ class Examiner:
         self._tally = tally
         self._abandoned = abandoned
 
-    def examine(self, identity: bytes, into: memoryview | None = None, *, from_before: bool = False) -> Filed | None:
+    def examine(self, identity: bytes, into: memoryview | None = None) -> Filed | None:
         """The entry in its file, with `into` filled and verified if that has the payload's size. None: there is none.
 
-        `from_before`: what is found is of less worth than what is known. Raises Damaged, with the file set aside, and
-        Abandoned or OSError, with nothing learnt.
+        Raises Damaged, with the file set aside, and Abandoned or OSError, with nothing learnt.
         """
         seen = self._index.state(identity)
         try:
@@ -58,7 +57,7 @@ class Examiner:
             self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
             self._index.forget(identity, seen)
             return None
-        self._index.know(filed, from_before=from_before)
+        self._index.know(filed)
         return filed
 
     def _read(self, identity: bytes, into: memoryview | None, seen: State) -> Filed:

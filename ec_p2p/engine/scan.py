@@ -175,7 +175,7 @@ class Scanner:
         for batch in self._batches(names):
             for name in batch:
                 identity = identity_in(name)
-                if identity is not None and identity[0] == number:
+                if identity is not None:
                     state = known.pop(identity, None)
                     found.extend(self._news(identity, state))
                 elif is_temp(name):
@@ -217,7 +217,7 @@ class Scanner:
             if not free:
                 return
             try:
-                self._examiner.examine(identity, from_before=True)
+                self._examiner.examine(identity)
             except Damaged:
                 return  # set aside, and counted, by whoever found out
             except FileNotFoundError:

@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_made_says_so_at_once(tmp_path: Path) -> None:
     for bad in ({"max_local_disk_size": 0}, {"queue_bytes": -1}, {"rescan_s": 0.0}, {"rescan_s": float("inf")}):
         [(key, value)] = bad.items()
         with pytest.raises(ValueError, match=f"{key}={value}; accepted: a positive number"):
-            LocalDiskBackend(str(tmp_path / "disk"), **bad)  # type: ignore[arg-type]
+            LocalDiskBackend(str(tmp_path / "disk"), **bad)
     assert not (tmp_path / "disk").exists()
 
 
@@ -345,6 +345,21 @@ def test_what_is_damaged_is_a_miss_and_set_aside(memory: Memory, tmp_path: Path,
         memory.store(disk, 1)
         assert read(disk, 1) == content(1, 2048)
     assert heard.events == [("filed", 1), ("lost", 1), ("filed", 1)]
+
+
+def test_a_good_file_in_a_damaged_ones_place_stays(memory: Memory, tmp_path: Path) -> None:
+    """Another node has replaced it just before it is set aside."""
+
+    def before(name: str, args: Any) -> None:
+        if name == "mkdir" and args[0].endswith("damaged"):
+            put(tmp_path, 1)
+
+    with LocalDiskBackend(str(tmp_path), files=Sick(before)) as disk:
+        memory.store(disk, 1)
+        flip(5000)(file_of(tmp_path, 1))
+        assert read(disk, 1) is None
+        assert read(disk, 1) == content(1, 2048)
+        assert gauge(disk, "disk_bytes", kind="used") == FILE
 
 
 def make_link(path: Path) -> None:

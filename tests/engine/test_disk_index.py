@@ -129,7 +129,8 @@ def test_what_was_written_anew_is_the_last_to_go(three: Index) -> None:
 
 def test_what_is_found_from_before_goes_first(three: Index) -> None:
     index = three.index
-    index.know(entry(3), from_before=True)
+    index.count(identity(3), FILE)
+    index.know(entry(3))
     index.count(identity(4), FILE)
     index.touched(identity(0))
     index.touched(identity(9))  # not there, or not any more

@@ -86,6 +86,18 @@ def test_sized_files_count_before_their_headers_are_read(memory: Memory, tmp_pat
     assert events == [b""] * len(events)
 
 
+def test_a_file_whose_header_is_being_read_is_no_victim(memory: Memory, tmp_path: Path) -> None:
+    put(tmp_path, 0, age_s=100)
+    put(tmp_path, 1, age_s=50)
+    gate = Gate("open", file_of(tmp_path, 0).name)
+    with LocalDiskBackend(str(tmp_path), 2 * FILE, files=Sick(gate)) as disk:
+        assert gate.reached.wait(30)
+        memory.store(disk, 9)
+        gate.opened.set()
+        until(lambda: known(disk, range(10)) == {0, 9})
+        assert read(disk, 0) == content(0, 2048)
+
+
 def test_a_smaller_cap_evicts_the_oldest(tmp_path: Path) -> None:
     for number in range(10):
         put(tmp_path, number, age_s=100 - 10 * (number % 5) - number // 5)
@@ -297,7 +309,25 @@ def test_a_vanished_folder_loses_all_and_gives_it_back(memory: Memory, tmp_path:
         assert gauge(disk, "disk_breaker", op="read") == gauge(disk, "disk_breaker", op="write") == 0
 
 
-def test_nothing_is_written_where_nothing_could_be_sized(memory: Memory, tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_during_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ec_p2p.engine.scan.RETRY_S", SOON_S)
+    folder, away = tmp_path / "disk", tmp_path / "away"
+    for number in range(3):
+        put(folder, number)
+    gate = Gate("open", ".safetensors")
+    with LocalDiskBackend(str(folder), files=Sick(gate)) as disk:
+        assert gate.reached.wait(30)
+        folder.rename(away)
+        gate.opened.set()
+        until(lambda: gauge(disk, "disk_bytes", kind="used") == 0)
+        away.rename(folder)
+        until(lambda: known(disk, range(3)) == {0, 1, 2})
+
+
+def test_nothing_is_written_where_nothing_could_be_sized(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_p2p.engine.scan.RETRY_S", SOON_S)
     sick = threading.Event()
     sick.set()
 
