@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Protocol
 
+from ec_p2p.engine.gdsf import GDSF
+
 _FEW, _MANY = 16, 1024
 """With fewer than the one at hand, LRU looks up the other number of its oldest entries."""
 
@@ -89,4 +91,4 @@ class LRU:
         return chain(reversed(self._restored), self._used)
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU}
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}

@@ -8,16 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine import policy as policies
+from ec_p2p.engine.gdsf import GDSF
 from ec_p2p.engine.policy import LRU, EvictionPolicy, make_policy
 
 
-def test_a_word_makes_a_policy() -> None:
-    assert isinstance(make_policy("LRU"), LRU)
+@pytest.mark.parametrize(("word", "policy"), [("LRU", LRU), ("GDSF", GDSF)])
+def test_a_word_makes_a_policy(word: str, policy: type) -> None:
+    assert type(make_policy(word)) is policy
 
 
 @pytest.mark.parametrize("word", ["lru", "FIFO", ""])
 def test_an_unknown_word_is_one_clear_error(word: str) -> None:
-    with pytest.raises(ValueError, match=f"cache_policy='{word}'; accepted: LRU"):
+    with pytest.raises(ValueError, match=f"cache_policy='{word}'; accepted: LRU, GDSF"):
         make_policy(word)
 
 
