@@ -74,6 +74,7 @@ class LocalCPUBackend:
         self._extents = Extents(arena, on_slab)
         self._table = GenerationTable(arena)
         self._index: dict[bytes, Entry] = {}
+        self._by_offset: dict[int, Entry] = {}
         self._pins: dict[Entry, int] = {}
         self._lock = threading.RLock()
         self._used = 0
@@ -202,7 +203,7 @@ class LocalCPUBackend:
             generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
             layout = layout_of(rows, dim, dtype)
             entry = Entry(identity, layout, extent.slab, extent.offset, extent.slot, generation)
-            self._index[identity] = entry
+            self._index[identity] = self._by_offset[entry.offset] = entry
             self._policy.added(identity, layout.extent_bytes)
             self._used += layout.extent_bytes
             if self._on_stored is not None:
@@ -264,7 +265,7 @@ class LocalCPUBackend:
     def _evict(self, entry: Entry) -> None:
         # The record dies first: from here on a reader that is half-way through the extent discards what it has.
         self._table.invalidate(entry.record_offset)
-        del self._index[entry.identity]
+        del self._index[entry.identity], self._by_offset[entry.offset]
         self._policy.removed(entry.identity)
         if entry not in self._pins:
             self._free(entry)
@@ -284,7 +285,7 @@ class LocalCPUBackend:
     def _make_room(self, size: int) -> None:
         chosen = None
         if size <= self._extents.free_bytes + self._used - self._pinned:
-            chosen = victims.choose(self._extents, self._unpinned(), size)
+            chosen = victims.choose(self._extents, self._by_offset, self._pins, self._unpinned(), size)
         if chosen is None:
             raise OutOfMemory(
                 f"{size} bytes; of {self.capacity_bytes} are {self.reserved_bytes} reserved, {self.pinned_bytes} pinned"

@@ -1,33 +1,41 @@
-"""Which entries to evict so that one allocation succeeds: the fewest of the oldest that make room in one place.
+"""Which entries to evict so that one allocation succeeds: few, old, and next to each other.
 
 Owns a plan, never its execution: it reads free ranges and entries, and changes neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from ec_p2p.engine.entry import Entry
 from ec_p2p.engine.extents import Extents
 
+_PATIENCE = 1024
+"""After so many candidates a plan may contain others: in a large tier of mixed sizes thousands would have to be looked
+at, for every allocation."""
 
-def choose(extents: Extents, candidates: Iterable[Entry], size: int) -> list[Entry] | None:
+
+def choose(
+    extents: Extents, entries: Mapping[int, Entry], pinned: Container[Entry], candidates: Iterable[Entry], size: int
+) -> list[Entry] | None:
     """Entries to evict so that `size` bytes (whole pages) fit; None if evicting all candidates would not do.
 
-    `candidates` come in the order of eviction. They are imagined free one by one until, together with what is free
-    already, they make a run of `size`; of these only the ones inside that run are chosen, so that old but useless
-    neighbours elsewhere stay.
+    `entries` are all that may be evicted unless they are `pinned`, by offset; `candidates` are those that are not
+    pinned, in the order of eviction. They are imagined free one by one until, together with what is free already, they
+    make a run of `size`; of these only the ones inside that run are chosen, so that old but useless neighbours
+    elsewhere stay.
     """
     # Free ranges that fit but were not handed out lie in slabs without a spare record: any victim there will do.
     starved = extents.slabs_with(size)
     run_end: dict[int, int] = {}
     run_start: dict[int, int] = {}
-    imagined: dict[int, Entry] = {}
+    imagined: set[Entry] = set()
+    patience = _PATIENCE
     for entry in candidates:
         start, end = entry.offset, entry.offset + entry.extent_bytes
         if starved and extents.slab_of(start) in starved:
             return [entry]
-        imagined[start] = entry
+        imagined.add(entry)
         before = run_start.pop(start, None)
         if before is None:
             before = extents.free_ending_at(start)
@@ -38,20 +46,50 @@ def choose(extents: Extents, candidates: Iterable[Entry], size: int) -> list[Ent
         end = end if behind is None else behind
         run_end[start], run_start[end] = end, start
         if end - start >= size:
-            if len(imagined) == 1:
-                return [entry]
-            return _needed(extents, imagined, start, end, size)
+            return [entry] if len(imagined) == 1 else _needed(extents, entries, start, end, size)
+        if len(imagined) == patience:
+            patience *= 2
+            widened = _widen(extents, entries, pinned, imagined, run_end, size)
+            if widened is not None:
+                return _needed(extents, entries, *widened, size)
     return None
 
 
-def _needed(extents: Extents, imagined: dict[int, Entry], start: int, end: int, size: int) -> list[Entry]:
+def _widen(
+    extents: Extents,
+    entries: Mapping[int, Entry],
+    pinned: Container[Entry],
+    imagined: Container[Entry],
+    starts: Iterable[int],
+    size: int,
+) -> tuple[int, int] | None:
+    """Of the runs at `starts`, each continued over neighbours that are no candidates yet, the one (start, end) of
+    `size` with the fewest bytes of such neighbours."""
+    best, least = None, size + 1
+    for start in starts:
+        end, price = start, 0
+        while end - start < size and price < least:
+            behind = extents.free_starting_at(end)
+            if behind is None:
+                entry = entries.get(end)
+                if entry is None or entry in pinned:
+                    break
+                behind = end + entry.extent_bytes
+                price += 0 if entry in imagined else entry.extent_bytes
+            end = behind
+        if end - start >= size and price < least:
+            best, least = (start, end), price
+    return best
+
+
+def _needed(extents: Extents, entries: Mapping[int, Entry], start: int, end: int, size: int) -> list[Entry]:
     # The run as pieces in address order; free ones hold no entry and have no price.
     pieces: list[tuple[int, int, Entry | None]] = []
     at = start
     while at < end:
-        entry = imagined.get(at)
+        entry = entries.get(at)
         behind = at + entry.extent_bytes if entry is not None else extents.free_starting_at(at)
-        assert behind is not None, "a run is made of candidates and free ranges only"
+        assert behind is not None, "a run is made of entries and free ranges only"
         pieces.append((behind - at, 0 if entry is None else behind - at, entry))
         at = behind
     # Of all windows over the pieces that give `size`, the first with the fewest bytes to evict.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ec_p2p.engine import victims
 from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent, ExtentError
@@ -184,6 +185,20 @@ def test_only_as_much_of_a_run_as_needed_is_evicted(one: Backend) -> None:
     # 1, 3 and 2 make a run of 11; 8 fit into 2 and 3 alone.
     one.store(5, 8)
     assert one.evicted() == [2, 3]
+
+
+@pytest.mark.parametrize(("patience", "victims_of_8"), [(2, [3, 4]), (1024, [2])])
+def test_a_long_search_ends_with_a_younger_neighbour(
+    two: Backend, monkeypatch: pytest.MonkeyPatch, patience: int, victims_of_8: list[int]
+) -> None:
+    monkeypatch.setattr(victims, "_PATIENCE", patience)
+    # In address order 1 2 3 4 and, in the other slab, 5 6 7; oldest first 1 3 5 7 2 4 6.
+    for number, pages in [(1, 3), (2, 6), (3, 3), (4, 3), (5, 4), (6, 7), (7, 4)]:
+        two.store(number, pages)
+    for number in (1, 3, 5, 7, 2, 4, 6):
+        two.cpu.get(identity(number))
+    two.store(8, 6)
+    assert two.evicted() == victims_of_8
 
 
 def test_too_large_evicts_nothing(one: Backend) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from ec_p2p.engine import victims
 from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, Pin, TooLarge
 from ec_p2p.engine.extents import Extent, ExtentError
 from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
+from ec_p2p.engine.policy import make_policy
 
 SLAB = 64 << 10
 ARENA = 2 * SLAB + 4 * PAGE
@@ -48,15 +51,20 @@ def pages_of(offset: int, nbytes: int) -> set[int]:
 class CpuMachine(RuleBasedStateMachine):
     reservations = Bundle("reservations")
     pins = Bundle("pins")
+    policy = "LRU"
+    patience = victims._PATIENCE
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = mock.patch.object(victims, "_PATIENCE", self.patience)
+        self.patch.start()
         self.arena = Arena.create(ARENA, SLAB)
         self.opened: list[int] = []
         self.evicted: list[Entry] = []
         self.announced: list[Entry] = []
         self.cpu = LocalCPUBackend(
             self.arena,
+            policy=make_policy(self.policy),
             on_slab=lambda offset, nbytes: self.opened.append(offset),
             on_stored=self.announced.append,
             on_evicted=self.evicted.append,
@@ -68,6 +76,7 @@ class CpuMachine(RuleBasedStateMachine):
         self.fills = 0
 
     def teardown(self) -> None:
+        self.patch.stop()
         for stored in self.stored:
             for pin in stored.pins:
                 pin.close()
@@ -144,10 +153,10 @@ class CpuMachine(RuleBasedStateMachine):
         assert bool(self.evicted) != fits_now
         # Each victim was needed: with it back in place, the allocation would not have fitted where it went.
         taken = pages_of(extent.offset, extent.nbytes)
-        victims = [stored for stored in self.stored if stored.entry in self.evicted]
-        assert not any(stored.pins for stored in victims)
-        if len(victims) > 1:  # a single one may have been needed for its record only
-            assert all(stored.pages & taken for stored in victims)
+        evicted = [stored for stored in self.stored if stored.entry in self.evicted]
+        assert not any(stored.pins for stored in evicted)
+        if len(evicted) > 1:  # a single one may have been needed for its record only
+            assert all(stored.pages & taken for stored in evicted)
         self.forget_evicted()
         assert taken <= self.free_pages(without_evictable=False)
         assert len(taken) == pages
@@ -175,7 +184,11 @@ class CpuMachine(RuleBasedStateMachine):
             assert not evictable
             return multiple()
         assert wanted <= held.pages
-        assert self.evicted == ([evictable[0].entry] if full else [])
+        if self.policy == "LRU":
+            assert self.evicted == ([evictable[0].entry] if full else [])
+        else:
+            assert len(self.evicted) == full
+            assert all(entry in [stored.entry for stored in evictable] for entry in self.evicted)
         self.forget_evicted()
         held.pages -= wanted
         assert pages_of(piece.offset, piece.nbytes) == wanted
@@ -304,7 +317,19 @@ class CpuMachine(RuleBasedStateMachine):
         assert self.opened == [index * SLAB for index in range(len(self.opened))]
 
 
+class GdsfMachine(CpuMachine):
+    policy = "GDSF"
+
+
+class ImpatientMachine(CpuMachine):
+    """Plans take in neighbours out of turn, as in a tier too large for a long search."""
+
+    patience = 1
+
+
 TestCpuMachine = CpuMachine.TestCase
-TestCpuMachine.settings = settings(
-    max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+TestGdsfMachine = GdsfMachine.TestCase
+TestImpatientMachine = ImpatientMachine.TestCase
+TestCpuMachine.settings = TestGdsfMachine.settings = TestImpatientMachine.settings = settings(
+    max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
