@@ -59,10 +59,11 @@ class ECCacheEngine:
     def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Copy a (tokens, dim) tensor in, from any device, cast to `encoder_dtype` in the same copy.
 
-        True: it is stored, or was before (then nothing is copied: the first put of a key wins). False: no memory,
-        either because what is in use leaves too little or because the tensor is larger than any extent; nothing was
-        evicted. When it returns, the tensor may be overwritten; it never waits for the disk, to which the entry goes
-        behind it. Raises ValueError unless the tensor is 2-D.
+        True: it is stored, or was before. While a key is in memory its first put wins and further ones copy nothing;
+        what only the disk holds any more is copied in again, if there is room. False: no memory, either because what is
+        in use leaves too little or because the tensor is larger than any extent; nothing was evicted. When it returns,
+        the tensor may be overwritten; it never waits for the disk, to which the entry goes behind it. Raises ValueError
+        unless the tensor is 2-D.
         """
         if tensor.dim() != 2:
             raise ValueError(
@@ -79,7 +80,7 @@ class ECCacheEngine:
         try:
             extent = cpu.reserve(nbytes)
         except (TooLarge, OutOfMemory):
-            return False
+            return storage.disk is not None and storage.disk.find(identity) is not None
         try:
             copy_in(cpu.arena, extent.offset, tensor, self.encoder_dtype)
         except BaseException:

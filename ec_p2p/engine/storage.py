@@ -18,6 +18,7 @@ from ec_p2p.engine.disk import LocalDiskBackend
 from ec_p2p.engine.disk_index import OnFiled, OnLost
 from ec_p2p.engine.extents import OnSlab
 from ec_p2p.engine.filed import Filed
+from ec_p2p.engine.files import Files
 from ec_p2p.engine.policy import make_policy
 
 GIB = 1 << 30
@@ -49,6 +50,7 @@ class StorageManager:
         on_evicted: Listener | None = None,
         on_filed: OnFiled | None = None,
         on_lost: OnLost | None = None,
+        files: Files | None = None,
     ) -> None:
         self._on_stored = on_stored
         self._stagings: dict[bytes, threading.Event] = {}
@@ -73,6 +75,7 @@ class StorageManager:
                     fsync=disk_fsync,
                     on_filed=on_filed,
                     on_lost=on_lost,
+                    files=files,
                 )
         except BaseException:
             self.arena.close()
@@ -139,10 +142,11 @@ class StorageManager:
         if self.disk is None or self.disk.find(entry.identity) is not None:
             return
         try:
+            payload = self.arena.buffer[entry.offset : entry.offset + entry.nbytes]
             pin = self.cpu.pin(entry)
         except ValueError:
-            return  # evicted by another thread
-        if not self.disk.offer(pin, self.arena.buffer[entry.offset : entry.offset + entry.nbytes]):
+            return  # evicted, or closed, by another thread
+        if not self.disk.offer(pin, payload):
             pin.close()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -198,11 +202,11 @@ class StorageManager:
         extent = self.cpu.reserve(filed.nbytes)
         try:
             found = disk.read(identity, self.arena.buffer[extent.offset : extent.offset + filed.nbytes])
-            if found is not None:
-                self.cpu.publish(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
-                return True
         except BaseException:
             self.cpu.release(extent)
             raise
-        self.cpu.release(extent)
-        return False
+        if found is None:
+            self.cpu.release(extent)
+            return False
+        self.cpu.publish(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
+        return True
