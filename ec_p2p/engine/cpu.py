@@ -276,16 +276,14 @@ class LocalCPUBackend:
         self._used -= entry.extent_bytes
         self._extents.free_entry(entry.offset, entry.extent_bytes, entry.slot)
 
-    def _unpinned(self) -> Iterator[Entry]:
-        for identity in self._policy.victims():
-            entry = self._index[identity]
-            if entry not in self._pins:
-                yield entry
+    def _candidates(self) -> Iterator[Entry]:
+        """Every entry, the first to evict in front, pinned ones included."""
+        return map(self._index.__getitem__, self._policy.victims())
 
     def _make_room(self, size: int) -> None:
         chosen = None
         if size <= self._extents.free_bytes + self._used - self._pinned:
-            chosen = victims.choose(self._extents, self._by_offset, self._pins, self._unpinned(), size)
+            chosen = victims.choose(self._extents, self._by_offset, self._pins, self._candidates(), size)
         if chosen is None:
             raise OutOfMemory(
                 f"{size} bytes; of {self.capacity_bytes} are {self.reserved_bytes} reserved, {self.pinned_bytes} pinned"
@@ -294,7 +292,7 @@ class LocalCPUBackend:
             self._evict(entry)
 
     def _slot_victim(self, slab: Slab) -> Entry:
-        for entry in self._unpinned():
-            if entry.slab is slab:
+        for entry in self._candidates():
+            if entry.slab is slab and entry not in self._pins:
                 return entry
         raise OutOfMemory(f"every record of the slab at {slab.offset} is pinned or reserved")

@@ -16,7 +16,7 @@ from enum import Enum
 import msgspec
 
 from ec_p2p.engine.arena import PAGE, Arena, Slab
-from ec_p2p.engine.generation import record_offset, records_in, table_bytes
+from ec_p2p.engine.generation import RECORD_BYTES, records_in, table_bytes
 
 OnSlab = Callable[[int, int], None]
 """Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise SlabRefused."""
@@ -57,7 +57,7 @@ class Extent(msgspec.Struct, eq=False):
     @property
     def record(self) -> int:
         """Byte offset of the extent's 64-byte record."""
-        return record_offset(self.slab, self.slot)
+        return self.slab.offset + RECORD_BYTES * self.slot
 
     @property
     def parts(self) -> list[tuple[int, int]]:

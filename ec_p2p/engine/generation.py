@@ -101,11 +101,6 @@ def table_bytes(slab: Slab) -> int:
     return -(-records_in(slab) * RECORD_BYTES // PAGE) * PAGE
 
 
-def record_offset(slab: Slab, slot: int) -> int:
-    """Byte offset in the arena of a slab's record number `slot`."""
-    return slab.offset + RECORD_BYTES * slot
-
-
 class GenerationTable:
     """Writes the records of one arena and numbers the generations, which are never reused in its life.
 

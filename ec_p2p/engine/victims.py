@@ -20,10 +20,9 @@ def choose(
 ) -> list[Entry] | None:
     """Entries to evict so that `size` bytes (whole pages) fit; None if evicting all candidates would not do.
 
-    `entries` are all that may be evicted unless they are `pinned`, by offset; `candidates` are those that are not
-    pinned, in the order of eviction. They are imagined free one by one until, together with what is free already, they
-    make a run of `size`; of these only the ones inside that run are chosen, so that old but useless neighbours
-    elsewhere stay.
+    `entries` are all there are, by offset; `candidates` are the same in the order of eviction. Unless they are
+    `pinned`, they are imagined free one by one until, together with what is free already, they make a run of `size`;
+    of these only the ones inside that run are chosen, so that old but useless neighbours elsewhere stay.
     """
     # Free ranges that fit but were not handed out lie in slabs without a spare record: any victim there will do.
     starved = extents.slabs_with(size)
@@ -32,6 +31,8 @@ def choose(
     imagined: set[Entry] = set()
     patience = _PATIENCE
     for entry in candidates:
+        if entry in pinned:
+            continue
         start, end = entry.offset, entry.offset + entry.extent_bytes
         if starved and extents.slab_of(start) in starved:
             return [entry]
