@@ -24,6 +24,11 @@ def add_parser(subparsers: Any) -> None:
     engine.add_argument("--folder", help="where files are written and read (default: the folder for temporary files)")
     engine.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
     engine.set_defaults(run=run_engine)
+    policy = benches.add_parser("policy", help="hit ratios of the eviction policies, on a made-up trace")
+    policy.add_argument("--requests", type=int, default=30_000, help="length of the trace")
+    policy.add_argument("--items", type=int, default=5_000, help="size of the catalogue")
+    policy.add_argument("--json", action="store_true", help="print one JSON object")
+    policy.set_defaults(run=run_policy)
 
 
 def run_engine(args: argparse.Namespace) -> int:
@@ -38,3 +43,9 @@ def run_fetch(args: argparse.Namespace) -> int:
 
     sizes = [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
     return run(sizes, args.transport, args.repeat, as_json=args.json)
+
+
+def run_policy(args: argparse.Namespace) -> int:
+    from ec_p2p.cli.bench_policy import run
+
+    return run(args.requests, args.items, as_json=args.json)
