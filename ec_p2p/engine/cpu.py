@@ -64,13 +64,16 @@ class LocalCPUBackend:
         on_slab: OnSlab | None = None,
         on_stored: Listener | None = None,
         on_evicted: Listener | None = None,
+        on_unpinned: Listener | None = None,
     ) -> None:
         """`on_slab(offset, nbytes)` is called before a slab's first use; `on_stored` after an entry became visible;
-        `on_evicted` after one stopped being visible, for whatever reason, and before its bytes are handed out again."""
+        `on_evicted` after one stopped being visible, for whatever reason, and before its bytes are handed out again;
+        `on_unpinned` after the last pin of an entry was closed, by whichever thread closed it."""
         self.arena = arena
         self._policy: EvictionPolicy = LRU() if policy is None else policy
         self._on_stored = on_stored
         self._on_evicted = on_evicted
+        self._on_unpinned = on_unpinned
         self._extents = Extents(arena, on_slab)
         self._table = GenerationTable(arena)
         self._index: dict[bytes, Entry] = {}
@@ -250,6 +253,8 @@ class LocalCPUBackend:
             self._pinned -= entry.extent_bytes
             if self._index.get(entry.identity) is not entry:
                 self._free(entry)
+            if self._on_unpinned is not None:
+                self._on_unpinned(entry)
 
     # ------------------------------------------------------------ leaving
 

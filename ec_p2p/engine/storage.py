@@ -31,8 +31,9 @@ class StorageManager:
     """One CPU tier of `max_local_cpu_size` bytes and, where `local_disk` names a folder, one disk tier of
     `max_local_disk_size` bytes. Several engines may share it; any thread may call.
 
-    `on_slab`, `on_stored` and `on_evicted` are the listeners of LocalCPUBackend, `on_filed` and `on_lost` those of
-    LocalDiskBackend. `disk_queue_size` bytes of the arena may wait to be written, never more than a quarter of it.
+    `on_slab`, `on_stored`, `on_evicted` and `on_unpinned` are the listeners of LocalCPUBackend, `on_filed` and
+    `on_lost` those of LocalDiskBackend. `disk_queue_size` bytes of the arena may wait to be written, never more than
+    a quarter of it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StorageManager:
         on_slab: OnSlab | None = None,
         on_stored: Listener | None = None,
         on_evicted: Listener | None = None,
+        on_unpinned: Listener | None = None,
         on_filed: OnFiled | None = None,
         on_lost: OnLost | None = None,
         files: Files | None = None,
@@ -65,6 +67,7 @@ class StorageManager:
                 on_slab=on_slab,
                 on_stored=self._stored,
                 on_evicted=on_evicted,
+                on_unpinned=on_unpinned,
             )
             if local_disk:
                 self.disk = LocalDiskBackend(
@@ -89,6 +92,7 @@ class StorageManager:
         on_slab: OnSlab | None = None,
         on_stored: Listener | None = None,
         on_evicted: Listener | None = None,
+        on_unpinned: Listener | None = None,
         on_filed: OnFiled | None = None,
         on_lost: OnLost | None = None,
     ) -> StorageManager:
@@ -104,6 +108,7 @@ class StorageManager:
             on_slab=on_slab,
             on_stored=on_stored,
             on_evicted=on_evicted,
+            on_unpinned=on_unpinned,
             on_filed=on_filed,
             on_lost=on_lost,
         )

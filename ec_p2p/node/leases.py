@@ -12,7 +12,7 @@ change under it. Whatever happens to a scheduler, `end_all` of its session close
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -39,12 +39,11 @@ class Lease:
 
 
 class Leases:
-    """All leases of a node. `on_end` is told whenever one ends, because memory may be free again."""
+    """All leases of a node. Who waits for memory hears of their ends from the CPU tier, whose pins they are."""
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._next = itertools.count(1)
-        self._on_end = on_end
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -98,9 +97,6 @@ class Leases:
             self._end([lease])
 
     def _end(self, leases: Iterable[Lease]) -> None:
-        ended = list(leases)
-        for lease in ended:
+        for lease in list(leases):
             self._leases.pop(lease.lease, None)
             lease.end()
-        if ended:
-            self._on_end()

@@ -105,8 +105,9 @@ class Node:
             config,
             on_slab=lambda offset, nbytes: self._registration.on_slab(offset, nbytes),
             on_evicted=lambda entry: self._saving.evicted(entry),
-            # From the disk tier's threads; the pin of what was written is open until then.
-            on_filed=lambda filed: self._mailbox.post(lambda: self._on_filed(filed.identity)),
+            # These three from the disk tier's threads, too.
+            on_unpinned=lambda entry: self._mailbox.post(self._memory_freed),
+            on_filed=lambda filed: self._mailbox.post(lambda: self._saving.filed(filed.identity)),
             on_lost=lambda identity: self._mailbox.post(lambda: self._saving.lost(identity)),
         )
         resources.callback(self.storage.close, _DRAIN_S)
@@ -148,7 +149,7 @@ class Node:
             on_down=self._on_peer_gone,
         )
         resources.callback(self._links.close)
-        self._leases = Leases(on_end=self._memory_freed)
+        self._leases = Leases()
         self._staging = Staging(
             self.storage,
             self._mailbox,
@@ -343,10 +344,6 @@ class Node:
         self._stage_requests.failed(identity)
         self._wants.not_staged(identity, reason, time.monotonic())
         self._memory_freed()
-
-    def _on_filed(self, identity: bytes) -> None:
-        self._saving.filed(identity)
-        self._memory_freed()  # what has been written may be evicted
 
     def _on_stage_request(self, route: bytes, request: StageRequest) -> None:
         self._stage_requests.ask(route, request.identities, time.monotonic())
