@@ -7,6 +7,7 @@ the parser, so nothing here imports torch, vllm or nixl before the subcommand ne
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough (`| head`); what is still buffered must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         print(f"ec-p2p: {error}", file=sys.stderr)
         return 2
