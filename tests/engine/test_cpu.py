@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -371,47 +370,3 @@ def test_zero_bytes_take_a_page(one: Backend) -> None:
     assert one.cpu.used_bytes == PAGE
     assert one.cpu.fits_together([0] * 4)
     assert not one.cpu.fits_together([0] * 5)
-
-
-# ---------------------------------------------------------------- threads
-
-
-def test_threads_share_a_backend(two: Backend) -> None:
-    """Each thread stores, borrows and removes; a borrowed entry's bytes must be its own as long as it is pinned."""
-    failures: list[str] = []
-    go = threading.Barrier(4)
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        go.wait()
-        for _ in range(2000):
-            number = rng.randrange(12)
-            action = rng.random()
-            if action < 0.5:
-                pin = two.cpu.borrow(identity(number))
-                if pin is None:
-                    continue
-                with pin:
-                    at, nbytes = pin.entry.offset, pin.entry.nbytes
-                    if bytes(two.arena.buffer[at : at + nbytes]) != bytes([number + 1]) * nbytes:
-                        failures.append(f"entry {number} held other bytes while pinned")
-            elif action < 0.9:
-                try:
-                    extent = two.cpu.reserve(rng.randrange(1, 6) * PAGE)
-                except OutOfMemory:
-                    continue
-                two.arena.buffer[extent.offset : extent.offset + extent.nbytes] = bytes([number + 1]) * extent.nbytes
-                two.publish(extent, number)
-            else:
-                two.cpu.remove(identity(number))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert (two.cpu.pinned_bytes, two.cpu.reserved_bytes) == (0, 0)
-    for number in two.numbers():
-        two.cpu.remove(identity(number))
-    assert two.cpu.free_bytes == two.cpu.capacity_bytes
