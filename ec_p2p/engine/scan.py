@@ -145,6 +145,9 @@ class Scanner:
         while victims := self._index.excess(BATCH):
             self._remove(victims)
             self._breathe()
+        if self._index.used_bytes > self._index.capacity_bytes:
+            # The cap is smaller than what was set aside under an earlier one.
+            self._index.set_aside(prune(self._files, self._root, kept=0))
         with self._changed:
             self._sized = True
             self._failure = None

@@ -25,7 +25,7 @@ from ec_p2p.engine.cpu import Entry, OutOfMemory
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of
 from tests.engine.disks import Failing, Gate, Sick, count, files_in, gauge, until
-from tests.engine.entries import DTYPE, PAGE_ROWS, ROW_BYTES, embedding, is_right
+from tests.engine.entries import DTYPE, PAGE_ROWS, ROW_BYTES, bytes_in, embedding, is_right
 
 FEW = 64 << 10
 """An arena of one slab, which has four records and fifteen pages."""
@@ -200,6 +200,21 @@ def test_damage_is_a_miss_and_the_key_can_be_stored_again(open_storage: Open, tm
     assert (engine.storage_manager.cpu.used_bytes, engine.storage_manager.cpu.reserved_bytes) == (0, 0)
     put_on_disk_only(engine, "a")
     assert is_right(engine.get("a"), "a")
+
+
+def test_a_smaller_cap_holds_against_what_was_set_aside_too(open_storage: Open, tmp_path: Path) -> None:
+    with engine_over(open_storage()) as engine:
+        for name in "abcd":
+            put_on_disk_only(engine, name)
+            file_of(engine, tmp_path, name).write_bytes(b"\0" * FILE)
+            assert engine.get(name) is None
+        put(engine, "e")
+        engine.storage_manager.close()
+    assert bytes_in(tmp_path) == 5 * FILE
+    engine = engine_over(open_storage(max_local_disk_size=3 * FILE))
+    until(lambda: bytes_in(tmp_path) <= 3 * FILE)
+    put_on_disk_only(engine, "f")
+    assert is_right(engine.get("f"), "f")
 
 
 def test_put_of_what_only_the_disk_holds_brings_it_back_to_memory(open_storage: Open, tmp_path: Path) -> None:
