@@ -186,18 +186,32 @@ def test_only_as_much_of_a_run_as_needed_is_evicted(one: Backend) -> None:
     assert one.evicted() == [2, 3]
 
 
-@pytest.mark.parametrize(("patience", "victims_of_8"), [(2, [3, 4]), (1024, [2])])
-def test_a_long_search_ends_with_a_younger_neighbour(
-    two: Backend, monkeypatch: pytest.MonkeyPatch, patience: int, victims_of_8: list[int]
+@pytest.mark.parametrize(("patience", "gone"), [(2, [3, 4]), (1024, [2])])
+def test_a_long_search_ends_with_the_smallest_younger_neighbours(
+    two: Backend, monkeypatch: pytest.MonkeyPatch, patience: int, gone: list[int]
 ) -> None:
     monkeypatch.setattr(victims, "_PATIENCE", patience)
-    # In address order 1 2 3 4 and, in the other slab, 5 6 7; oldest first 1 3 5 7 2 4 6.
-    for number, pages in [(1, 3), (2, 6), (3, 3), (4, 3), (5, 4), (6, 7), (7, 4)]:
+    # By address: 1 to 4 in one slab, 5 to 7 in the other.
+    for number, pages in [(1, 2), (2, 6), (3, 4), (4, 3), (5, 4), (6, 7), (7, 4)]:
         two.store(number, pages)
     for number in (1, 3, 5, 7, 2, 4, 6):
         two.cpu.get(identity(number))
+    # With 1 goes 2, which has 6 pages, with 3 goes 4, which has 3; alone, 2 would do, but comes too late.
     two.store(8, 6)
-    assert two.evicted() == victims_of_8
+    assert two.evicted() == gone
+
+
+def test_a_search_that_pins_cut_short_goes_on(two: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(victims, "_PATIENCE", 1)
+    # By address: 1 to 3 in one slab, 4 to 6 in the other.
+    sizes = {1: 3, 2: 9, 3: 3, 4: 4, 5: 3, 6: 8}
+    entries = {number: two.store(number, pages) for number, pages in sizes.items()}
+    for number in (1, 4, 6, 5, 3):
+        two.cpu.get(identity(number))
+    with two.cpu.pin(entries[2]):
+        # The neighbour of 1 is pinned. 4 takes a younger one along before 6, which would do alone, has its turn.
+        two.store(7, 6)
+    assert two.evicted() == [4, 5]
 
 
 def test_too_large_evicts_nothing(one: Backend) -> None:

@@ -88,6 +88,16 @@ def test_what_goes_out_of_turn_moves_no_clock() -> None:
     assert order(policy, 4) == [2, 3, 1]
 
 
+def test_a_use_never_lowers_worth_though_counts_fade() -> None:
+    policy = GDSF()
+    for number, uses in enumerate([8, 5, 2000]):
+        policy.added(identity(number), MIB)
+        for _ in range(uses):
+            policy.touched(identity(number))
+    policy.touched(identity(0))
+    assert order(policy, 3) == [1, 0, 2]
+
+
 def test_unknown_identities_are_refused() -> None:
     policy = GDSF()
     for call in (policy.removed, policy.touched):
