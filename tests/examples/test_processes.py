@@ -105,7 +105,12 @@ with Run(Path({str(tmp_path)!r})) as run:
     import time; time.sleep(600)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell has what it starts in the background ignore SIGINT, and that would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as outer:
         assert outer.stdout
         mark, tmp = outer.stdout.readline().split()

@@ -104,8 +104,15 @@ def test_another_host_reads_what_only_the_disk_of_a_restarted_node_holds(fleet, 
     node.kill()
     again = fleet.client(fleet.node("a", local_disk=str(folder)))
     reader = fleet.client(other)
-    answer = the_only(reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S))
-    assert isinstance(answer, Landed)
+    # As long as nobody has told the reader of the first node's end, it tries that one, and fails.
+    answers = []
+
+    def landed():
+        answers[:] = reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S)
+        return isinstance(the_only(answers), Landed)
+
+    until(landed, "the entry to land")
+    answer = the_only(answers)
     assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
     assert counted(again, "stagings{outcome=staged}") == 1
     assert counted(again, "stage_requests{outcome=staged}") == 1
