@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 from hashlib import sha256
 from itertools import islice
@@ -184,3 +185,22 @@ def test_the_order_is_the_models(calls: list[tuple[str, int, int]]) -> None:
                     policy.removed(victim)
                     model.remove(victim)
         assert list(policy.victims()) == model.victims(len(model.worth))
+
+
+def test_the_order_outlives_a_clearance_of_the_heap() -> None:
+    policy, model, rng = GDSF(), Model(), random.Random(0)
+    names = [identity(number) for number in range(60)]
+    for name in names:
+        model.nbytes[name] = rng.choice([4096, MIB])
+        policy.added(name, model.nbytes[name])
+        model.use(name)
+        for _ in range(rng.randrange(4)):
+            policy.touched(name)
+            model.use(name)
+    list(policy.victims())  # sorts all of them by their uses
+    with mock.patch.object(gdsf, "_MANY", 0):
+        list(islice(policy.victims(), 1))  # and has them in the heap
+        for name in rng.sample(names, 45):
+            policy.removed(name)
+            model.remove(name)
+    assert list(policy.victims()) == model.victims(15)
