@@ -1,0 +1,1 @@
+"""Failures that people reported of systems like this one, each reduced to its trigger and to what a user is owed."""
