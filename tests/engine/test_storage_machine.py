@@ -10,6 +10,8 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,18 @@ class Side:
         self.storage.close()
         assert (self.storage.cpu.pinned_bytes, self.storage.cpu.reserved_bytes) == (0, 0)
 
+    @contextmanager
+    def without_room(self) -> Iterator[None]:
+        """Meanwhile every record of the arena is in use."""
+        cpu = self.storage.cpu
+        with ExitStack() as stack:
+            for entry in cpu.entries():
+                stack.enter_context(cpu.pin(entry))
+            with suppress(OutOfMemory):
+                while True:
+                    stack.callback(cpu.release, cpu.reserve(1))
+            yield
+
     def _stored(self, entry: Entry) -> None:
         assert NAME[entry.identity] not in self.in_memory
         self.in_memory.add(NAME[entry.identity])
@@ -179,23 +193,24 @@ class StorageMachine(RuleBasedStateMachine):
                 assert name in side.in_memory or (side.pins and known)
                 assert known or self.settled_file(name) == ("payload" if before == "payload" else "whole")
 
-    @rule(choice=SIDES, names=ALL, asked=st.booleans())
-    def get(self, choice: int, names: list[str], asked: bool) -> None:
+    @rule(choice=SIDES, names=ALL, asked=st.booleans(), room=st.booleans())
+    def get(self, choice: int, names: list[str], asked: bool, room: bool) -> None:
         side = self.side(choice)
-        for name in names:
-            was_in_memory = name in side.in_memory
-            file = "" if was_in_memory else self.settled_file(name)
-            if asked:
-                assert side.engine.contains(name) == (was_in_memory or file in ("whole", "payload"))
-            got = side.engine.get(name)
-            if was_in_memory or file == "whole":
-                assert got is not None
-                assert same(got, ENTRIES[name])
-                assert name in side.in_memory or side.pins
-            else:
-                assert got is None
-                assert self.file(name) == "missing"
-                assert not side.engine.contains(name)
+        with nullcontext() if room else side.without_room():
+            for name in names:
+                was_in_memory = name in side.in_memory
+                file = "" if was_in_memory else self.settled_file(name)
+                if asked:
+                    assert side.engine.contains(name) == (was_in_memory or file in ("whole", "payload"))
+                got = side.engine.get(name)
+                if was_in_memory or file == "whole":
+                    assert got is not None
+                    assert same(got, ENTRIES[name])
+                    assert name in side.in_memory or side.pins or not room
+                else:
+                    assert got is None
+                    assert self.file(name) == "missing"
+                    assert not side.engine.contains(name)
 
     @rule(choice=SIDES, name=NAMES)
     def contains(self, choice: int, name: str) -> None:
