@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend, Pin
@@ -160,3 +164,19 @@ def count(disk: LocalDiskBackend, name: str, **labels: str) -> float:
 
 def gauge(disk: LocalDiskBackend, name: str, **labels: str) -> float:
     return disk.gauges()[name, tuple(labels.items())]
+
+
+_UNSHARED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+_MOUNT = 'mount -t tmpfs -o size=2m none "$0" && '
+
+
+def run_in_a_small_disk(script: str, folder: Path) -> None:
+    """Run Python code while a file system of 2 MiB is mounted at `folder`, its first argument; it ends by printing
+    'right'. Skips the test where nothing can be mounted."""
+    try:
+        subprocess.run([*_UNSHARED, _MOUNT + "true", str(folder)], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    command = [*_UNSHARED, _MOUNT + 'exec "$1" -c "$2" "$0"', str(folder), sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr

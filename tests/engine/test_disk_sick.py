@@ -31,6 +31,7 @@ from tests.engine.disks import (
     identity,
     put,
     read,
+    run_in_a_small_disk,
     until,
 )
 
@@ -177,18 +178,9 @@ memory.close()
 print("right")
 """
 
-IN_A_SMALL_DISK = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-MOUNT = 'mount -t tmpfs -o size=2m none "$0" && '
-
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    try:
-        subprocess.run([*IN_A_SMALL_DISK, MOUNT + "true", str(tmp_path)], check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    command = [*IN_A_SMALL_DISK, MOUNT + 'exec "$1" -c "$2" "$0"', str(tmp_path), sys.executable, FULL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    run_in_a_small_disk(FULL, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
