@@ -105,6 +105,8 @@ class Scanner:
         retry_s = RETRY_S
         while True:
             self._wake.clear()
+            if self._closing.is_set():
+                return  # the clearing may have swallowed the wake of `close`
             try:
                 self._scan()
             except Abandoned:

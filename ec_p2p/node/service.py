@@ -180,7 +180,8 @@ class Node:
             self._sessions,
             self._links,
             self.counters,
-            on_disk=self._staging.find,
+            # Not Staging.find, which says no while the disk hangs: the file is there all the same.
+            on_disk=lambda identity: None if self.storage.disk is None else self.storage.disk.find(identity),
             on_freed=self._memory_freed,
             on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
         )
