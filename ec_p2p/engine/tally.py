@@ -30,6 +30,9 @@ class Tally:
         """Count an error of the disk under its symbolic name."""
         self.add("disk_errors", op=op, errno=errno.errorcode.get(error.errno or 0, "unknown"))
 
+    def get(self, name: str, **labels: str) -> float:
+        return self._values.get((name, tuple(labels.items())), 0.0)
+
     def values(self) -> dict[Series, float]:
         with self._lock:
             return dict(self._values)

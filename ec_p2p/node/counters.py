@@ -1,7 +1,6 @@
-"""What a node counts, and how that is served.
+"""How what a node counts and measures is served.
 
-Owns the counters and the /metrics endpoint. Names are `ec_p2p_node_<name>`; counters get Prometheus' `_total`. The
-node's loop writes; the HTTP thread only reads.
+Owns the /metrics endpoint. Names are `ec_p2p_node_<name>`; counters get Prometheus' `_total`.
 """
 
 from __future__ import annotations
@@ -12,28 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ec_p2p.engine.cpu import LocalCPUBackend
+from ec_p2p.engine.tally import Labels, Series
 
 logger = logging.getLogger(__name__)
-
-Labels = tuple[tuple[str, str], ...]
-Series = tuple[str, Labels]
-"""One metric with its label values."""
-
-
-class Counters:
-    """Monotonic counts by name and labels. One writer thread."""
-
-    def __init__(self) -> None:
-        self._values: dict[Series, float] = defaultdict(float)
-
-    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        self._values[name, tuple(labels.items())] += amount
-
-    def get(self, name: str, **labels: str) -> float:
-        return self._values.get((name, tuple(labels.items())), 0.0)
-
-    def items(self) -> list[tuple[Series, float]]:
-        return list(self._values.items())
 
 
 def flat(values: Mapping[Series, float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
 
@@ -87,7 +87,7 @@ class Fetches:
         arena: memoryview,
         transport: Transport,
         peers: Peers,
-        counters: Counters,
+        counters: Tally,
         read_timeout_s: float,
         on_landed: Callable[[Entry, Fetch], None],
         on_failed: Callable[[bytes, str], None],

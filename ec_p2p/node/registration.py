@@ -9,7 +9,7 @@ import logging
 
 from ec_p2p.control.messages import PROTOCOL_VERSION, Card
 from ec_p2p.engine.extents import SlabRefused
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Registration:
     """`on_slab` is the backend's hook; `card` what the peers' port hands out."""
 
-    def __init__(self, transport: Transport, incarnation: bytes, counters: Counters) -> None:
+    def __init__(self, transport: Transport, incarnation: bytes, counters: Tally) -> None:
         self._transport = transport
         self._counters = counters
         self._card = Card(PROTOCOL_VERSION, incarnation, transport.kind, 0, 0, b"")

@@ -17,8 +17,8 @@ from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.filed import Filed
 from ec_p2p.engine.generation import check
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.adverts import on_disk, pending, resident
-from ec_p2p.node.counters import Counters
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
 from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
@@ -36,7 +36,7 @@ class Saving:
         backend: LocalCPUBackend,
         sessions: Sessions,
         links: DirectoryLinks,
-        counters: Counters,
+        counters: Tally,
         on_disk: Callable[[bytes], Filed | None],
         on_freed: Callable[[], None],
         on_change: Callable[[bytes], None],

@@ -20,8 +20,9 @@ from ec_p2p.control.codec import BadFrame
 from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
 from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
+from ec_p2p.engine.tally import Series, Tally
 from ec_p2p.node import network
-from ec_p2p.node.counters import Counters, MetricsServer, Series, arena_gauges, flat
+from ec_p2p.node.counters import MetricsServer, arena_gauges, flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
@@ -71,7 +72,7 @@ class Node:
     def __init__(self, config: Config, *, spawned: bool = False) -> None:
         self.config = config
         self.incarnation = os.urandom(16)
-        self.counters = Counters()
+        self.counters = Tally()
         self._spawned = spawned
         self._stopping = False
         self._closed = False
@@ -387,7 +388,7 @@ class Node:
         )
 
     def _counts(self) -> dict[Series, float]:
-        counts = dict(self.counters.items())
+        counts = self.counters.values()
         if self.storage.disk is not None:
             counts.update(self.storage.disk.counts())
         return counts

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from ec_p2p.control.messages import StageAnswer
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.adverts import resident
-from ec_p2p.node.counters import Counters
 from ec_p2p.node.staging import Staging
 
 _MOST_WAITING = 4096
@@ -26,7 +26,7 @@ class StageRequests:
         self,
         backend: LocalCPUBackend,
         staging: Staging,
-        counters: Counters,
+        counters: Tally,
         patience_s: float,
         answer: Callable[[bytes, StageAnswer], None],
     ) -> None:

@@ -23,7 +23,7 @@ from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.filed import Filed
 from ec_p2p.engine.storage import StorageManager
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.mailbox import Helpers, Mailbox
 
 _READERS = 2
@@ -56,7 +56,7 @@ class Staging:
         self,
         storage: StorageManager,
         mailbox: Mailbox,
-        counters: Counters,
+        counters: Tally,
         read_timeout_s: float,
         on_staged: Callable[[Entry, float], None],
         on_failed: Callable[[bytes, str], None],

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
@@ -72,7 +72,7 @@ class Wants:
         fetches: Fetches,
         leases: Leases,
         sources: Sources,
-        counters: Counters,
+        counters: Tally,
         on_used: Callable[[Entry], None],
         send: Callable[[Session, FromNode], None],
         readers_ready: Callable[[Session, int], bool],

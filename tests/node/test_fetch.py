@@ -12,7 +12,7 @@ from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend
 from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Fetches, landing_bytes
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State, TransportError
@@ -92,7 +92,7 @@ class Rig:
         self.backend = LocalCPUBackend(self.arena, on_slab=on_slab)
         self.wire = Wire(self.arena, record or pack(Record(7, A, 128, 1, 64, "bfloat16")))
         self.landed, self.failed = [], []
-        self.counters = Counters()
+        self.counters = Tally()
         self.fetches = Fetches(
             self.backend,
             self.arena.buffer,

@@ -11,7 +11,7 @@ import pytest
 
 from ec_p2p.engine.filed import Filed
 from ec_p2p.engine.storage import StorageManager
-from ec_p2p.node.counters import Counters
+from ec_p2p.engine.tally import Tally
 from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.staging import Staging
 
@@ -45,7 +45,7 @@ class Rig:
         self.storage = StorageManager(MIB, slab_size=MIB)
         self.disk = self.storage.disk = Disk()
         self.mailbox = Mailbox()
-        self.counters = Counters()
+        self.counters = Tally()
         self.heard = []
         self.staging = Staging(
             self.storage,
