@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 
-from ec_p2p.config import Config
+from ec_p2p.config import DEFAULTS, Config
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import Entry, Listener, LocalCPUBackend, Pin
 from ec_p2p.engine.disk import LocalDiskBackend
@@ -20,11 +20,9 @@ from ec_p2p.engine.extents import OnSlab
 from ec_p2p.engine.filed import Filed
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.policy import make_policy
+from ec_p2p.engine.tally import Series
 
-GIB = 1 << 30
-SLAB_BYTES = 256 << 20
-DISK_BYTES = 64 * GIB
-QUEUE_BYTES = 256 << 20
+SLAB_BYTES = DEFAULTS.slab_size
 
 
 class StorageManager:
@@ -38,14 +36,14 @@ class StorageManager:
 
     def __init__(
         self,
-        max_local_cpu_size: int = GIB,
+        max_local_cpu_size: int = DEFAULTS.max_local_cpu_size,
         *,
-        slab_size: int = SLAB_BYTES,
-        cache_policy: str = "LRU",
-        local_disk: str = "",
-        max_local_disk_size: int = DISK_BYTES,
-        disk_queue_size: int = QUEUE_BYTES,
-        disk_fsync: bool = False,
+        slab_size: int = DEFAULTS.slab_size,
+        cache_policy: str = DEFAULTS.cache_policy,
+        local_disk: str = DEFAULTS.local_disk,
+        max_local_disk_size: int = DEFAULTS.max_local_disk_size,
+        disk_queue_size: int = DEFAULTS.disk_queue_size,
+        disk_fsync: bool = DEFAULTS.disk_fsync,
         on_slab: OnSlab | None = None,
         on_stored: Listener | None = None,
         on_evicted: Listener | None = None,
@@ -117,11 +115,11 @@ class StorageManager:
 
     def contains(self, identity: bytes) -> bool:
         """Whether a tier holds the entry. May look into the folder, where another process may have put it."""
-        return self.cpu.peek(identity) is not None or self.on_disk(identity) is not None
+        return self.cpu.peek(identity) is not None or (self.disk is not None and self.disk.look(identity) is not None)
 
-    def on_disk(self, identity: bytes) -> Filed | None:
-        """What the disk tier holds of the entry. Looks into the folder."""
-        return None if self.disk is None else self.disk.look(identity)
+    def find_on_disk(self, identity: bytes) -> Filed | None:
+        """What is known to be on disk; no I/O. See LocalDiskBackend.find."""
+        return None if self.disk is None else self.disk.find(identity)
 
     def borrow(self, identity: bytes) -> Pin | None:
         """The entry, pinned; brought in from disk if need be. None: no tier holds it.
@@ -175,6 +173,24 @@ class StorageManager:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # ------------------------------------------------------------ being seen
+
+    def counts(self) -> dict[Series, float]:
+        """What has happened in the disk tier so far."""
+        return {} if self.disk is None else self.disk.counts()
+
+    def gauges(self) -> dict[Series, float]:
+        """What is the case now, in both tiers."""
+        kinds = {
+            "used": self.cpu.used_bytes,
+            "reserved": self.cpu.reserved_bytes,
+            "pinned": self.cpu.pinned_bytes,
+            "capacity": self.cpu.capacity_bytes,
+        }
+        gauges: dict[Series, float] = {("arena_bytes", (("kind", kind),)): nbytes for kind, nbytes in kinds.items()}
+        gauges["entries", ()] = len(self.cpu)
+        return gauges if self.disk is None else gauges | self.disk.gauges()
 
     # ------------------------------------------------------------ inside
 

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ec_p2p.engine.cpu import LocalCPUBackend
 from ec_p2p.engine.tally import Labels, Series
 
 logger = logging.getLogger(__name__)
@@ -22,18 +21,6 @@ def flat(values: Mapping[Series, float]) -> dict[str, float]:
         name + ("{" + ",".join(f"{key}={text}" for key, text in labels) + "}" if labels else ""): value
         for (name, labels), value in values.items()
     }
-
-
-def arena_gauges(backend: LocalCPUBackend) -> dict[Series, float]:
-    kinds = {
-        "used": backend.used_bytes,
-        "reserved": backend.reserved_bytes,
-        "pinned": backend.pinned_bytes,
-        "capacity": backend.capacity_bytes,
-    }
-    gauges: dict[Series, float] = {("arena_bytes", (("kind", kind),)): nbytes for kind, nbytes in kinds.items()}
-    gauges["entries", ()] = len(backend)
-    return gauges
 
 
 Measured = Callable[[], dict[Series, float]]

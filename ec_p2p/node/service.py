@@ -22,7 +22,7 @@ from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
 from ec_p2p.node import network
-from ec_p2p.node.counters import MetricsServer, arena_gauges, flat
+from ec_p2p.node.counters import MetricsServer, flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
@@ -182,7 +182,7 @@ class Node:
             self._links,
             self.counters,
             # Not Staging.find, which says no while the disk hangs: the file is there all the same.
-            on_disk=lambda identity: None if self.storage.disk is None else self.storage.disk.find(identity),
+            on_disk=self.storage.find_on_disk,
             on_freed=self._memory_freed,
             on_change=lambda identity: self._wants.changed(identity, time.monotonic()),
         )
@@ -388,16 +388,12 @@ class Node:
         )
 
     def _counts(self) -> dict[Series, float]:
-        counts = self.counters.values()
-        if self.storage.disk is not None:
-            counts.update(self.storage.disk.counts())
-        return counts
+        return self.counters.values() | self.storage.counts()
 
     def _gauges(self) -> dict[Series, float]:
         info = {"name": self.config.name, "incarnation": self.incarnation.hex(), "transport": self.transport.kind}
         return {
-            **arena_gauges(self.backend),
-            **({} if self.storage.disk is None else self.storage.disk.gauges()),
+            **self.storage.gauges(),
             ("sessions", ()): len(self._sessions),
             ("leases", ()): len(self._leases),
             ("wants_waiting", ()): len(self._wants),

@@ -63,14 +63,8 @@ class StageRequests:
         routes = self._routes[identity]
         self._waiting += route not in routes
         routes.add(route)
-        if identity in self._staging:
-            self._staging.extend(identity, now + self._patience_s)
-            return
-        filed = self._staging.find(identity)
-        if filed is None:
+        if not self._staging.bring(identity, now, now + self._patience_s):
             self.failed(identity)
-        else:
-            self._staging.start(filed, now, now + self._patience_s)
 
     def _take(self, identity: bytes) -> set[bytes]:
         routes = self._routes.pop(identity, set())

@@ -47,9 +47,9 @@ class _Staged:
 class Staging:
     """All reads from disk of one node. Used by the node's loop only; without a disk tier it finds nothing.
 
-    `on_staged(entry, started_at)` or `on_failed(identity, reason)` is called once per `start`, perhaps from within it,
-    and `on_staged` perhaps once more when an entry comes after all; `on_looked(identity)` once per `look`, never from
-    within it.
+    `on_staged(entry, started_at)` or `on_failed(identity, reason)` is called once per staging, perhaps from within
+    `bring`, and `on_staged` perhaps once more when an entry comes after all; `on_looked(identity)` once per `look`,
+    never from within it.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Staging:
         on_failed: Callable[[bytes, str], None],
         on_looked: Callable[[bytes], None],
     ) -> None:
+        self._storage = storage
         self._cpu = storage.cpu
         self._arena = storage.arena
         self._disk = storage.disk
@@ -93,7 +94,7 @@ class Staging:
 
     def find(self, identity: bytes) -> Filed | None:
         """What is known to be on disk, while that can be read."""
-        return None if self._disk is None or self._overdue else self._disk.find(identity)
+        return None if self._overdue else self._storage.find_on_disk(identity)
 
     def look(self, identity: bytes, now: float) -> None:
         """See whether the folder has got the entry meanwhile."""
@@ -103,15 +104,19 @@ class Staging:
         self._looking[identity] = now + self._read_timeout_s
         self._helpers.submit(lambda: disk.look(identity), lambda _: self._looked(identity))
 
-    def start(self, filed: Filed, now: float, give_up_at: float) -> None:
-        """Begin to bring in what `find` has found. There must be no staging of it."""
-        staged = self._stagings[filed.identity] = _Staged(filed, now, give_up_at)
+    def bring(self, identity: bytes, now: float, give_up_at: float) -> bool:
+        """Have an entry on its way, for somebody who waits until `give_up_at`; who joins may be more patient than those
+        before. False: `find` does not find it."""
+        staged = self._stagings.get(identity)
+        if staged is not None:
+            staged.give_up_at = max(staged.give_up_at, give_up_at)
+            return True
+        filed = self.find(identity)
+        if filed is None:
+            return False
+        staged = self._stagings[identity] = _Staged(filed, now, give_up_at)
         self._allocate(staged, now)
-
-    def extend(self, identity: bytes, give_up_at: float) -> None:
-        """Somebody who joins a staging may be more patient than those before."""
-        staged = self._stagings[identity]
-        staged.give_up_at = max(staged.give_up_at, give_up_at)
+        return True
 
     def memory_freed(self) -> None:
         """Memory may have become free or evictable."""

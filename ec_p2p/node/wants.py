@@ -235,17 +235,13 @@ class Wants:
     def _bring_from_disk(self, waiting: Waiting, index: int, now: float) -> bool:
         """Whether the item is on its way from this host's disk; once per item, since what was unreadable stays so."""
         identity = waiting.want.items[index].identity
-        if identity in self._staging:
-            self._staging.extend(identity, waiting.deadline)
-            waiting.staged.add(index)
-            return True
-        filed = None if index in waiting.staged else self._staging.find(identity)
-        if filed is None:
+        if index in waiting.staged and identity not in self._staging:
+            return False
+        # Indexed first: it may end inside `bring`, and whoever waits is found through the index.
+        self._by_identity[identity].add(((waiting.session.sid, waiting.want.want), index))
+        if not self._staging.bring(identity, now, waiting.deadline):
             return False
         waiting.staged.add(index)
-        # Indexed first: it may end inside `start`, and whoever waits is found through the index.
-        self._by_identity[identity].add(((waiting.session.sid, waiting.want.want), index))
-        self._staging.start(filed, now, waiting.deadline)
         return True
 
     def _look_into_the_folder(self, waiting: Waiting, index: int, now: float) -> bool:

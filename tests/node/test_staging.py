@@ -81,7 +81,7 @@ def rig():
 
 
 def test_who_waits_for_a_hanging_disk_is_told_and_its_memory_comes_back(rig):
-    rig.staging.start(rig.disk.find(A), 10.0, 100.0)
+    rig.staging.bring(A, 10.0, 100.0)
     rig.staging.look(B, 10.0)
     assert sorted(rig.staging.deadlines()) == [12.0, 12.0]
     rig.staging.progress(11.9)
@@ -103,7 +103,7 @@ def test_who_waits_for_a_hanging_disk_is_told_and_its_memory_comes_back(rig):
 
 def test_what_is_late_and_unreadable_is_freed_without_another_word(rig):
     rig.disk.right = False
-    rig.staging.start(rig.disk.find(A), 10.0, 100.0)
+    rig.staging.bring(A, 10.0, 100.0)
     rig.staging.progress(12.0)
     rig.disk.answers.set()
     rig.until(lambda: rig.staging.can_look)
@@ -114,7 +114,7 @@ def test_what_is_late_and_unreadable_is_freed_without_another_word(rig):
 def test_an_entry_waits_for_memory_and_goes_on_when_some_is_freed(rig):
     rig.disk.answers.set()
     everything = rig.storage.cpu.reserve(rig.storage.cpu.largest_entry)
-    rig.staging.start(rig.disk.find(A), 10.0, 100.0)
+    rig.staging.bring(A, 10.0, 100.0)
     assert list(rig.staging.deadlines()) == [100.0]
     rig.storage.cpu.release(everything)
     assert not rig.staging.memory_pending
@@ -127,9 +127,9 @@ def test_an_entry_waits_for_memory_and_goes_on_when_some_is_freed(rig):
 
 def test_an_entry_that_finds_no_memory_in_time_is_given_up(rig):
     everything = rig.storage.cpu.reserve(rig.storage.cpu.largest_entry)
-    rig.staging.start(rig.disk.find(A), 10.0, 20.0)
-    rig.staging.extend(A, 30.0)
-    rig.staging.extend(A, 15.0)
+    rig.staging.bring(A, 10.0, 20.0)
+    rig.staging.bring(A, 10.0, 30.0)
+    rig.staging.bring(A, 10.0, 15.0)
     rig.staging.progress(29.9)
     assert rig.heard == []
     rig.staging.progress(30.0)
