@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,23 +23,29 @@ _LONGEST_S = 10**9
 """Decades, and still far from what timers can count."""
 
 
-class Kind(msgspec.Struct, frozen=True):
+class Kind(Protocol):
     """What a setting accepts, in words and as a check."""
 
     @property
-    def accepted(self) -> str:
-        raise NotImplementedError
+    def accepted(self) -> str: ...
 
     def check(self, value: object) -> Any:
         """`value` as the configuration holds it. Raises ValueError if it is not accepted."""
-        raise NotImplementedError
+        ...
 
     def read(self, text: str) -> object:
         """The value that `text` stands for, not checked yet. Raises ValueError if it stands for none."""
+        ...
+
+
+class _Textual(msgspec.Struct, frozen=True):
+    """The kinds whose values are, or may be, text."""
+
+    def read(self, text: str) -> object:
         return text
 
 
-class Switch(Kind, frozen=True):
+class Switch(msgspec.Struct, frozen=True):
     @property
     def accepted(self) -> str:
         return "true or false"
@@ -56,7 +62,7 @@ class Switch(Kind, frozen=True):
         return _WORDS[word]
 
 
-class Size(Kind, frozen=True):
+class Size(_Textual, frozen=True):
     """Bytes."""
 
     bare_unit: int = 1
@@ -86,7 +92,7 @@ class Size(Kind, frozen=True):
         return int(nbytes)
 
 
-class Seconds(Kind, frozen=True):
+class Seconds(msgspec.Struct, frozen=True):
     or_zero: bool = False
 
     @property
@@ -104,7 +110,7 @@ class Seconds(Kind, frozen=True):
         return float(text)
 
 
-class Port(Kind, frozen=True):
+class Port(msgspec.Struct, frozen=True):
     least: int = 0
 
     @property
@@ -120,7 +126,7 @@ class Port(Kind, frozen=True):
         return int(text)
 
 
-class Word(Kind, frozen=True):
+class Word(_Textual, frozen=True):
     """One of a few words, in upper or lower case."""
 
     choices: tuple[str, ...]
@@ -136,7 +142,7 @@ class Word(Kind, frozen=True):
         raise ValueError
 
 
-class Text(Kind, frozen=True):
+class Text(_Textual, frozen=True):
     longest: int = 4096
 
     @property
@@ -149,7 +155,7 @@ class Text(Kind, frozen=True):
         return value
 
 
-class Folder(Kind, frozen=True):
+class Folder(_Textual, frozen=True):
     """The absolute path of a folder, or '' for none."""
 
     @property
@@ -166,7 +172,7 @@ class Folder(Kind, frozen=True):
         return path
 
 
-class Endpoints(Kind, frozen=True):
+class Endpoints(_Textual, frozen=True):
     """ZMQ endpoints: a list, or text with commas between."""
 
     @property

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend
-from ec_p2p.engine.policy import make_policy
+from ec_p2p.engine.policy import POLICIES, make_policy
 from ec_p2p.engine.storage import SLAB_BYTES
 
-POLICIES = ("LRU", "GDSF")
 ALPHAS = (0.7, 0.9, 1.1)
 SHARES = (0.02, 0.1, 0.3)
 """The arena's size, as a share of the catalogue's bytes."""

@@ -49,7 +49,7 @@ class DiskIndex:
     # ------------------------------------------------------------ looking
 
     def find(self, identity: bytes) -> Filed | None:
-        state = self._shards[identity[0]].get(identity)
+        state = self.state(identity)
         return state if isinstance(state, Filed) else None
 
     def state(self, identity: bytes) -> State:
@@ -85,13 +85,13 @@ class DiskIndex:
         What was not counted before is of less worth than all that was.
         """
         with self._lock:
-            if identity not in self._leaving and _file_bytes(self._get(identity)) != file_bytes:
+            if identity not in self._leaving and _file_bytes(self.state(identity)) != file_bytes:
                 self._become(identity, file_bytes)
 
     def forget(self, identity: bytes, seen: State) -> None:
         """The file is gone, or no entry, if nothing has been heard of it since it was in the state `seen`."""
         with self._lock:
-            if seen is not None and self._get(identity) is seen:
+            if seen is not None and self.state(identity) is seen:
                 self._become(identity, None)
 
     def forget_all(self) -> None:
@@ -101,7 +101,7 @@ class DiskIndex:
 
     def touched(self, identity: bytes) -> None:
         with self._lock:
-            if self._get(identity) is not None:
+            if self.state(identity) is not None:
                 self._policy.touched(identity)
 
     def set_aside(self, nbytes: int) -> None:
@@ -173,9 +173,6 @@ class DiskIndex:
 
     # ------------------------------------------------------------ under the lock
 
-    def _get(self, identity: bytes) -> State:
-        return self._shards[identity[0]].get(identity)
-
     def _choose(self, nbytes: int, at_most: int | None = None) -> tuple[list[bytes], int]:
         """The first victims that make room for `nbytes`, and how many bytes are missing even so (0 or less: none)."""
         victims: list[bytes] = []
@@ -185,14 +182,14 @@ class DiskIndex:
                 if identity in self._in_use:
                     continue
                 victims.append(identity)
-                missing -= _file_bytes(self._get(identity))
+                missing -= _file_bytes(self.state(identity))
                 if missing <= 0 or len(victims) == at_most:
                     break
         return victims, missing
 
     def _evict(self, victims: list[bytes]) -> list[bytes]:
         for identity in victims:
-            self._leaving[identity] = _file_bytes(self._get(identity))
+            self._leaving[identity] = _file_bytes(self.state(identity))
             self._become(identity, None)
         return victims
 

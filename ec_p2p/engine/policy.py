@@ -43,9 +43,9 @@ class EvictionPolicy(Protocol):
 def make_policy(word: str) -> EvictionPolicy:
     """The policy that `cache_policy` names. ValueError for any other word."""
     try:
-        return _POLICIES[word]()
+        return POLICIES[word]()
     except KeyError:
-        raise ValueError(f"cache_policy={word!r}; accepted: {', '.join(_POLICIES)}") from None
+        raise ValueError(f"cache_policy={word!r}; accepted: {', '.join(POLICIES)}") from None
 
 
 class LRU:
@@ -91,4 +91,4 @@ class LRU:
         return chain(reversed(self._restored), self._used)
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}

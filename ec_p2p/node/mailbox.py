@@ -38,11 +38,6 @@ class Mailbox:
                 self._calls.append(call)
                 os.eventfd_write(self.fd, 1)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a call waits to be run."""
-        return bool(self._calls)
-
     def run(self) -> None:
         """Call what was posted; `fd` stays readable when something is left."""
         with self._lock:

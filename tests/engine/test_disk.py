@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from ec_p2p.engine import policy
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed
-from ec_p2p.engine.policy import LRU, make_policy
+from ec_p2p.engine.policy import LRU, POLICIES, make_policy
 from tests.engine.disks import (
     Failing,
     Gate,
@@ -474,7 +473,7 @@ def test_the_policy_is_the_callers(memory: Memory, tmp_path: Path) -> None:
         assert {number for number in range(5) if disk.find(identity(number))} == {0, 1, 4}
 
 
-@pytest.mark.parametrize("word", list(policy._POLICIES))
+@pytest.mark.parametrize("word", list(POLICIES))
 def test_each_policy_keeps_the_cap(memory: Memory, tmp_path: Path, word: str) -> None:
     choice = random.Random(5)
     for _ in range(2):

@@ -5,6 +5,7 @@ The arena and the index are real; what is played is the disk.
 
 from __future__ import annotations
 
+import select
 import threading
 
 import pytest
@@ -59,7 +60,7 @@ class Rig:
 
     def until(self, condition):
         def turned():
-            if self.mailbox.pending:
+            if select.select([self.mailbox.fd], [], [], 0)[0]:
                 self.mailbox.run()
             return condition()
 
