@@ -17,9 +17,12 @@ import pytest
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend, Pin
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
-from ec_p2p.engine.filed import Filed, path_of, write_file
+from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.generation import itemsize
+
+FILE = HEADER_BYTES + 2048
+"""Bytes of the file of an entry of the usual size."""
 
 
 def identity(number: int) -> bytes:
@@ -61,6 +64,16 @@ class Gate:
         if name == self.operation and self.matching in str(args[0]):
             self.reached.set()
             assert self.opened.wait(30)
+
+
+class Clock:
+    """The breakers' time, which passes when it is told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Failing:

@@ -19,6 +19,7 @@ from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed
 from ec_p2p.engine.policy import LRU, POLICIES, make_policy
 from tests.engine.disks import (
+    FILE,
     Failing,
     Gate,
     Memory,
@@ -33,16 +34,6 @@ from tests.engine.disks import (
     read,
     until,
 )
-
-FILE = HEADER_BYTES + 2048
-"""Bytes of the file of an entry of the usual size."""
-
-
-@pytest.fixture
-def memory() -> Iterator[Memory]:
-    memory = Memory()
-    yield memory
-    memory.close()
 
 
 class Heard:

@@ -9,16 +9,16 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.disk import LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES
 from tests.engine.disks import (
+    FILE,
+    Clock,
     Failing,
     Gate,
     Memory,
@@ -34,33 +34,6 @@ from tests.engine.disks import (
     run_in_a_small_disk,
     until,
 )
-
-FILE = HEADER_BYTES + 2048
-
-
-@pytest.fixture
-def memory() -> Iterator[Memory]:
-    memory = Memory()
-    yield memory
-    memory.close()
-
-
-class Clock:
-    """The breakers' time, which passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("ec_p2p.engine.disk.Breaker", lambda: Breaker(clock=clock))
-    return clock
-
 
 # ---------------------------------------------------------------- writing
 

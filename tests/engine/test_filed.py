@@ -137,8 +137,8 @@ def test_a_disk_that_moves_a_few_bytes_at_a_time(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    path = path_of("/root", identity(7))
-    assert path == f"/root/07/{identity(7).hex()}.safetensors"
+    path = path_of("/tier", identity(7))
+    assert path == f"/tier/07/{identity(7).hex()}.safetensors"
     assert identity_in(os.path.basename(path)) == identity(7)
     for name in ("x.safetensors", "A" * 64 + ".safetensors", "a" * 64, "a" * 65 + ".safetensors", "damaged"):
         assert identity_in(name) is None

@@ -5,15 +5,14 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
-from ec_p2p.engine.filed import HEADER_BYTES
 from tests.engine.disks import (
+    FILE,
     Gate,
     Memory,
     Sick,
@@ -29,15 +28,7 @@ from tests.engine.disks import (
     until,
 )
 
-FILE = HEADER_BYTES + 2048
 SOON_S = 0.02
-
-
-@pytest.fixture
-def memory() -> Iterator[Memory]:
-    memory = Memory()
-    yield memory
-    memory.close()
 
 
 def known(disk: LocalDiskBackend, numbers: range) -> set[int]:

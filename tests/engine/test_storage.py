@@ -20,11 +20,10 @@ from safetensors import safe_open
 
 from ec_p2p import ECCacheEngine, StorageManager
 from ec_p2p.config import make_config
-from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.cpu import Entry, OutOfMemory
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of
-from tests.engine.disks import Failing, Gate, Sick, count, files_in, gauge, until
+from tests.engine.disks import Clock, Failing, Gate, Sick, count, files_in, gauge, until
 from tests.engine.entries import DTYPE, PAGE_ROWS, ROW_BYTES, bytes_in, embedding, is_right
 
 FEW = 64 << 10
@@ -53,23 +52,6 @@ def open_storage(tmp_path: Path) -> Iterator[Open]:
     with ExitStack() as stack:
         yield make
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ec-p2p-disk")]
-
-
-class Clock:
-    """The breakers' time, which passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("ec_p2p.engine.disk.Breaker", lambda: Breaker(clock=clock))
-    return clock
 
 
 def engine_over(storage: StorageManager, namespace: str = "n") -> ECCacheEngine:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +12,6 @@ from tests.engine.disks import Memory, identity, until
 
 KIB4 = (4, 512)
 """Rows and dim of an entry of 4 KiB."""
-
-
-@pytest.fixture
-def memory() -> Iterator[Memory]:
-    memory = Memory()
-    yield memory
-    memory.close()
 
 
 class Disk:

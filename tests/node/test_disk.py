@@ -40,6 +40,13 @@ def evict(client, *identities):
         written(client, before + number)
 
 
+def leave_on_disk_only(client):
+    """Have A, with payload(1), on the disk of the client's node and not in its arena."""
+    client.store(A, payload(1))
+    written(client)
+    evict(client, A)
+
+
 def files_of(folder):
     return sorted(folder.rglob("*.safetensors"))
 
@@ -120,9 +127,7 @@ def test_another_host_reads_what_only_the_disk_of_a_restarted_node_holds(fleet, 
 
 def test_an_evicted_entry_is_advertised_as_on_disk_and_can_be_read(fleet, folder):
     (_, holder), (_, reader) = fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
-    holder.store(A, payload(1))
-    written(holder)
-    evict(holder, A)
+    leave_on_disk_only(holder)
     assert counted(holder, "evictions") >= 1
     answer = the_only(reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S))
     assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
@@ -131,9 +136,7 @@ def test_an_evicted_entry_is_advertised_as_on_disk_and_can_be_read(fleet, folder
 def test_many_ask_and_the_disk_is_read_once(zmq_fleet, folder):
     node = zmq_fleet.node("a", local_disk=str(folder), **SMALL_ARENA)
     client = zmq_fleet.client(node)
-    client.store(A, payload(1))
-    written(client)
-    evict(client, A)
+    leave_on_disk_only(client)
     clients = [zmq_fleet.client(node) for _ in range(5)]
     wants = [
         c.node.want([WantItem(A, 0)] * 2, readers=0, wait_s=PATIENCE_S, expect_s=0, local_only=True) for c in clients
@@ -161,9 +164,7 @@ def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fle
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete"])
 def test_a_harmed_file_is_a_miss_and_the_fleet_is_told(zmq_fleet, folder, harm):
     (_, holder), (_, reader) = zmq_fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
-    holder.store(A, payload(1))
-    written(holder)
-    evict(holder, A)
+    leave_on_disk_only(holder)
     path = file_of(folder, A)
     if harm == "flip":
         with path.open("r+b") as file:
@@ -181,8 +182,7 @@ def test_a_harmed_file_is_a_miss_and_the_fleet_is_told(zmq_fleet, folder, harm):
     assert the_only(holder.want(A)).source == "local"
 
 
-def test_an_encode_that_was_given_up_leaves_the_disks_advert(zmq_fleet, folder):
-    """A file that appears in a shared folder answers those who wait for an encode of the same entry."""
+def test_what_another_node_of_the_folder_stores_ends_the_waiting_for_it(zmq_fleet, folder):
     (_, writer), (_, reader) = zmq_fleet.connected("a", "b", local_disk=str(folder))
     want = reader.node.want([WantItem(A, 0)], readers=0, wait_s=PATIENCE_S, expect_s=PATIENCE_S, local_only=False)
     assert reader.expect(Pending).why in ("staging", "expected")
@@ -193,9 +193,7 @@ def test_an_encode_that_was_given_up_leaves_the_disks_advert(zmq_fleet, folder):
 def test_stage_requests_of_strangers(zmq_fleet, folder):
     node = zmq_fleet.node("a", local_disk=str(folder), **SMALL_ARENA)
     client = zmq_fleet.client(node)
-    client.store(A, payload(1))
-    written(client)
-    evict(client, A)
+    leave_on_disk_only(client)
     address = client.inspect().node["address"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
