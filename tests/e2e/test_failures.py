@@ -122,8 +122,9 @@ def test_pause_and_resume_complete(pair: Pair) -> None:
 
 def test_a_new_engine_beside_a_living_node_is_warm_at_once(pair: Pair, plain: Server, fresh_image: Image) -> None:
     image = fresh_image()
-    encode(pair.producer.url, chat_body("encode", [image]))
-    ask(pair.consumer.url, salted("cold", image))
+    # With the hint, so that the entry is in the consumer's node whether or not its advert is faster than the request.
+    hint = encode(pair.producer.url, chat_body("encode", [image]))
+    ask(pair.consumer.url, salted("cold", image, ec_transfer_params=hint))
     [node] = node_pids(pair.fleet.run, pair.consumer_host)
     pair.consumer.process.kill()
     pair.restart_consumer()
