@@ -23,6 +23,7 @@ from ec_p2p.control.messages import (
     Heartbeat,
     Hello,
     HelloAgain,
+    InstanceInfo,
     NodeInfo,
     Refused,
     Welcome,
@@ -68,6 +69,8 @@ class Announcer:
         self._timeout_s = timeout_s
         self._entries: dict[bytes, Advert] = {}
         self._pending: dict[bytes, Advert | None] = {}
+        self._instances: list[InstanceInfo] = []
+        self._instances_pending = False
         self._epoch: bytes | None = None
         self._welcomed = False
         self._left = False
@@ -99,6 +102,11 @@ class Announcer:
         """This node does not hold the entry any more. Unknown identities are ignored."""
         if self._entries.pop(identity, None) is not None and self._welcomed:
             self._pending[identity] = None
+
+    def describe(self, instances: list[InstanceInfo]) -> None:
+        """These instances are attached to this node, from now on."""
+        self._instances = instances
+        self._instances_pending = self._welcomed
 
     def goodbye(self) -> None:
         """Leave: everything of this node goes from the directory, and nothing more is sent."""
@@ -138,7 +146,7 @@ class Announcer:
             self._start_over(now)
         if not self._welcomed:
             return self._greet(now)
-        if self._pending and not self._flush():
+        if self._something_to_say and not self._flush():
             return self._blocked()
         if now >= self._next_heartbeat:
             if not send_now(self.socket, encode(Heartbeat(self._node.incarnation, self._seq))):
@@ -146,7 +154,11 @@ class Announcer:
             self.counters["heartbeats"] += 1
             self._next_heartbeat = now + self._heartbeat_s
         self._retry_s = _RETRY_FIRST_S
-        return 0.0 if self._pending else self._next_heartbeat - now
+        return 0.0 if self._something_to_say else self._next_heartbeat - now
+
+    @property
+    def _something_to_say(self) -> bool:
+        return self._instances_pending or bool(self._pending)
 
     def _greet(self, now: float) -> float:
         if now >= self._next_hello:
@@ -160,17 +172,19 @@ class Announcer:
     def _flush(self) -> bool:
         """Whether the socket took all it was offered."""
         for _ in range(_BATCHES_PER_TICK):
-            if not self._pending:
+            if not self._something_to_say:
                 break
             if not self.socket.poll(0, zmq.POLLOUT):
                 return False
             batch = dict(islice(self._pending.items(), _BATCH))
             adverts = [advert for advert in batch.values() if advert is not None]
             withdrawn = [identity for identity, advert in batch.items() if advert is None]
-            announce = Announce(self._node.incarnation, self._seq + 1, adverts, withdrawn)
+            instances = self._instances if self._instances_pending else None
+            announce = Announce(self._node.incarnation, self._seq + 1, adverts, withdrawn, instances)
             if not send_now(self.socket, encode(announce)):
                 return False
             self._seq += 1
+            self._instances_pending = False
             self.counters["announces"] += 1
             for identity in batch:
                 del self._pending[identity]
@@ -203,6 +217,7 @@ class Announcer:
         self._epoch = message.epoch
         self._seq = 0
         self._pending = dict(self._entries)
+        self._instances_pending = bool(self._instances)
         self._next_heartbeat = now + self._heartbeat_s
 
     def _be_refused(self, message: Refused | Welcome, now: float) -> None:

@@ -153,6 +153,7 @@ class Follower:
         for part in chunk.nodes:
             incarnation = part.node.incarnation
             self._table.put_node(part.node)
+            self._table.describe(incarnation, part.instances)
             self._table.change(incarnation, part.adverts, ())
             seen = snapshot.seen.setdefault(incarnation, set())
             seen.update([advert.identity for advert in part.adverts])
@@ -228,8 +229,11 @@ class Follower:
                     doubt.identities.difference_update([advert.identity for advert in event.adverts])
                     doubt.identities.difference_update(event.withdrawn)
                 self._table.change(event.incarnation, event.adverts, event.withdrawn)
+                if event.instances is not None:
+                    self._table.describe(event.incarnation, event.instances)
             elif isinstance(event, NodeUp):
                 self._table.put_node(event.node)
+                self._table.describe(event.node.incarnation, [])
                 held = self._table.held_by(event.node.incarnation)
                 self._doubt(event.node.incarnation, held, now + self._timeout_s)
             else:

@@ -27,6 +27,9 @@ MAX_CHANGES = 4096
 MAX_STAGED = 256
 """Most entries in one stage request."""
 
+MAX_INSTANCES = 256
+"""Most instances that one node tells of."""
+
 Identity = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Incarnation = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Epoch = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -70,6 +73,23 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     incarnation: Incarnation
     name: Name
     address: Name
+    started_at: Natural = 0
+    """Unix time of the start, by the node's clock: for people only. 0: not told."""
+    key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """The node's CURVE public key, with which peers must expect it to prove itself; empty where there is none."""
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A vLLM engine that is attached to a node."""
+
+    name: Name
+    role: Word
+    """'producer', 'consumer' or 'both'."""
+    namespace: Annotated[str, msgspec.Meta(max_length=64)]
+    """Of its entries. Who knows it and an identifier knows the identity."""
+
+
+Instances = Annotated[list[InstanceInfo], msgspec.Meta(max_length=MAX_INSTANCES)]
 
 
 # ---------------------------------------------------------------- node -> directory (DEALER -> ROUTER)
@@ -88,13 +108,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag="announce"):
     """Changes of one node since its last message. `seq` counts from 1 after each hello, without gaps.
 
-    Withdrawals are applied first, then adverts.
+    Withdrawals are applied first, then adverts. `instances`, where it is given, replaces those told before.
     """
 
     incarnation: Incarnation
     seq: Natural
     adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
     withdrawn: Annotated[list[Identity], msgspec.Meta(max_length=MAX_CHANGES)]
+    instances: Instances | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -146,6 +167,8 @@ class SnapshotNode(msgspec.Struct, frozen=True, array_like=True):
 
     node: NodeInfo
     adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
+    instances: Instances = []
+    """In every slice of the node."""
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
@@ -181,11 +204,12 @@ class NodeDown(msgspec.Struct, frozen=True, array_like=True, tag="down"):
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
-    """What one node announced. Withdrawals are applied first, then adverts."""
+    """What one node announced. Withdrawals are applied first, then adverts; `instances` replaces those told before."""
 
     incarnation: Incarnation
     adverts: Annotated[list[Advert], msgspec.Meta(max_length=MAX_CHANGES)]
     withdrawn: Annotated[list[Identity], msgspec.Meta(max_length=MAX_CHANGES)]
+    instances: Instances | None = None
 
 
 Event = NodeUp | NodeDown | Changed

@@ -20,6 +20,7 @@ from ec_p2p.control.messages import (
     Advert,
     Events,
     FromDirectory,
+    InstanceInfo,
     NodeInfo,
     Refused,
     SnapshotChunk,
@@ -96,6 +97,14 @@ class Replica:
 
     def nodes(self) -> list[NodeInfo]:
         return self._table.nodes()
+
+    def instances(self, incarnation: bytes) -> list[InstanceInfo]:
+        """The vLLM engines at a node."""
+        return self._table.instances(incarnation)
+
+    def held_by(self, incarnation: bytes) -> list[Advert]:
+        """What a node advertises."""
+        return self._table.adverts(incarnation)
 
     def identities(self) -> list[bytes]:
         """Every entry that somebody holds."""

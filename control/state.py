@@ -17,6 +17,7 @@ from ec_p2p.control.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    InstanceInfo,
     NodeDown,
     NodeInfo,
     NodeUp,
@@ -26,6 +27,8 @@ from ec_p2p.control.messages import (
 _CHUNK_ADVERTS = 2048
 _NODE_COST = 20
 """A node's name and address take at most as much room in a chunk as this many adverts."""
+_INSTANCE_COST = 4
+"""So does an instance."""
 
 
 @dataclass(slots=True)
@@ -35,6 +38,7 @@ class _Known:
     heard: float
     seq: int = 0
     adverts: dict[bytes, Advert] = field(default_factory=dict)
+    instances: list[InstanceInfo] = field(default_factory=list)
 
 
 class DirectoryState:
@@ -86,7 +90,9 @@ class DirectoryState:
 
     def snapshot(self) -> list[SnapshotNode]:
         """Everything, as of now: later changes do not show in it."""
-        return [SnapshotNode(known.info, list(known.adverts.values())) for known in self._nodes.values()]
+        return [
+            SnapshotNode(known.info, list(known.adverts.values()), known.instances) for known in self._nodes.values()
+        ]
 
     def _hello(self, info: NodeInfo, route: bytes, now: float) -> list[Event]:
         place = (info.name, info.address)
@@ -115,7 +121,9 @@ class DirectoryState:
         self.entries += len(adverts) - before
         self.adverts += len(message.adverts)
         self.withdrawals += len(message.withdrawn)
-        return [Changed(message.incarnation, message.adverts, message.withdrawn)]
+        if message.instances is not None:
+            known.instances = message.instances
+        return [Changed(message.incarnation, message.adverts, message.withdrawn, message.instances)]
 
     def _forget(self, known: _Known) -> list[Event]:
         del self._nodes[known.info.incarnation]
@@ -129,14 +137,15 @@ def chunks(nodes: list[SnapshotNode], adverts_per_chunk: int = _CHUNK_ADVERTS) -
     chunk: list[SnapshotNode] = []
     room = adverts_per_chunk
     for node in nodes:
+        cost = _NODE_COST + _INSTANCE_COST * len(node.instances)
         start = 0
         while True:
-            if room <= _NODE_COST and chunk:
+            if room <= cost and chunk:
                 yield chunk
                 chunk, room = [], adverts_per_chunk
-            adverts = node.adverts[start : start + max(1, room - _NODE_COST)]
-            chunk.append(SnapshotNode(node.node, adverts))
-            room -= _NODE_COST + len(adverts)
+            adverts = node.adverts[start : start + max(1, room - cost)]
+            chunk.append(SnapshotNode(node.node, adverts, node.instances))
+            room -= cost + len(adverts)
             start += len(adverts)
             if start >= len(node.adverts):
                 break

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
 
 
 class Table:
@@ -21,6 +21,7 @@ class Table:
         self._nodes: dict[bytes, NodeInfo] = {}
         self._places: dict[tuple[str, str], bytes] = {}
         self._adverts: dict[bytes, dict[bytes, Advert]] = {}
+        self._instances: dict[bytes, list[InstanceInfo]] = {}
         # Tuples, so that the lookup copies nothing it must not and the collector need not visit a million of them.
         self._holders: dict[bytes, tuple[tuple[NodeInfo, Advert], ...]] = {}
 
@@ -39,9 +40,22 @@ class Table:
         """Every entry that somebody holds."""
         return list(self._holders)
 
+    def instances(self, incarnation: bytes) -> list[InstanceInfo]:
+        """The vLLM engines at a node, as it told last; empty for an unknown one."""
+        return self._instances.get(incarnation, [])
+
+    def describe(self, incarnation: bytes, instances: list[InstanceInfo]) -> None:
+        """These instances are at a node, from now on. Ignored for an unknown node."""
+        if incarnation in self._nodes:
+            self._instances[incarnation] = instances
+
     def held_by(self, incarnation: bytes) -> set[bytes]:
         """What a node advertises; empty for an unknown one."""
         return set(self._adverts.get(incarnation, ()))
+
+    def adverts(self, incarnation: bytes) -> list[Advert]:
+        """What a node advertises, in full."""
+        return list(self._adverts.get(incarnation, {}).values())
 
     def put_node(self, node: NodeInfo) -> None:
         """Know this node at this address, keeping its adverts if it was known so already.
@@ -65,6 +79,7 @@ class Table:
             return
         self.change(incarnation, (), list(self._adverts[incarnation]))
         del self._nodes[incarnation], self._adverts[incarnation], self._places[node.name, node.address]
+        self._instances.pop(incarnation, None)
         self._on_node(node, False)
 
     def change(self, incarnation: bytes, adverts: Iterable[Advert], withdrawn: Iterable[bytes]) -> None:

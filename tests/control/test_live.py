@@ -18,6 +18,7 @@ from ec_p2p.control.messages import (
     PROTOCOL_VERSION,
     FromDirectory,
     Hello,
+    InstanceInfo,
     NodeInfo,
     Refused,
     SnapshotRequest,
@@ -338,10 +339,26 @@ def test_anyone_can_read_the_stream_with_zmq_and_msgpack(loop: Loop) -> None:
 
         loop.until(hear)
         assert told == [
-            ["up", [node(1).incarnation, "host-1", "tcp://10.0.0.1:5000"]],
-            ["changed", node(1).incarnation, [[ONE, 1, 4096, 16, 128, "bfloat16", 4096, 64, 1]], []],
+            ["up", [node(1).incarnation, "host-1", "tcp://10.0.0.1:5000", 0, b""]],
+            ["changed", node(1).incarnation, [[ONE, 1, 4096, 16, 128, "bfloat16", 4096, 64, 1]], [], None],
         ]
         assert seqs == sorted(seqs)
+
+
+def test_replicas_know_the_instances_of_each_node(loop: Loop) -> None:
+    directory = loop.directory()
+    announcer = loop.announcer(directory.endpoint, node(1))
+    early = loop.replica(directory.endpoint)
+    encoder = InstanceInfo("engine-0", "producer", "ab" * 32)
+    announcer.describe([encoder])
+    loop.until(lambda: early.instances(node(1).incarnation) == [encoder])
+    late = loop.replica(directory.endpoint)
+    loop.until(lambda: late.instances(node(1).incarnation) == [encoder])
+    announcer.describe([])
+    loop.until(lambda: not early.instances(node(1).incarnation) and not late.instances(node(1).incarnation))
+    announcer.goodbye()
+    loop.until(lambda: not early.nodes())
+    assert early.instances(node(1).incarnation) == []
 
 
 def test_the_first_that_can_bind_is_the_directory(loop: Loop) -> None:
