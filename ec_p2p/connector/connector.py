@@ -22,7 +22,7 @@ from ec_p2p.connector.metadata import ECP2PMetadata
 from ec_p2p.connector.namespace import namespace
 from ec_p2p.connector.no_sharing import NoSharing
 from ec_p2p.connector.scheduler import SchedulerSide
-from ec_p2p.connector.topology import instance_of, readers_of, worker_rank
+from ec_p2p.connector.topology import instance_of, readers_of, role_of, worker_rank
 from ec_p2p.connector.worker import EncoderCache, WorkerSide, current_device
 from ec_p2p.identity import entry_identity
 from ec_p2p.node.client import NodeClient
@@ -182,7 +182,9 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
         try:
             name = namespace(config, vllm_config)
             lora = vllm_config.lora_config
-            client = NodeClient(config, "scheduler", instance_of(vllm_config))
+            client = NodeClient(
+                config, "scheduler", instance_of(vllm_config), role=role_of(vllm_config), namespace=name
+            )
         except Exception as error:
             note_failure(self, "__init__", error)
             logger.warning("ec-p2p, %s: NOTHING IS SHARED: %s", role, error)
@@ -212,7 +214,8 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
             rank = worker_rank(vllm_config)
             if rank.reader < 0:
                 return None
-            client = NodeClient(config, "worker", instance_of(vllm_config), rank.reader)
+            # Without the namespace: the scheduler tells it, and a worker would have to read the weights' files for it.
+            client = NodeClient(config, "worker", instance_of(vllm_config), rank.reader, role=role_of(vllm_config))
             return WorkerSide(
                 client,
                 Saver(client),

@@ -20,6 +20,11 @@ def instance_of(vllm_config: Any) -> str:
     return f"{vllm_config.ec_transfer_config.engine_id}/dp{vllm_config.parallel_config.data_parallel_index}"
 
 
+def role_of(vllm_config: Any) -> str:
+    """'producer', 'consumer' or 'both'."""
+    return str(vllm_config.ec_transfer_config.ec_role).removeprefix("ec_")
+
+
 def readers_of(vllm_config: Any) -> int:
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))

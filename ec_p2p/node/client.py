@@ -61,10 +61,18 @@ class NodeClient:
     """One client of the host's node. See DESIGN's words: a scheduler wants, a worker saves and loads, a tool looks."""
 
     def __init__(
-        self, config: Config, kind: Literal["scheduler", "worker", "tool"], instance: str, rank: int = -1
+        self,
+        config: Config,
+        kind: Literal["scheduler", "worker", "tool"],
+        instance: str,
+        rank: int = -1,
+        *,
+        role: str = "",
+        namespace: str = "",
     ) -> None:
+        """`role` and `namespace` are for people who look at the fleet: see Attach."""
         self.config = config
-        self._hello = Attach(CLIENT_PROTOCOL_VERSION, kind, instance, rank)
+        self._hello = Attach(CLIENT_PROTOCOL_VERSION, kind, instance, rank, role, namespace)
         self._link: Link | None = None
         self._arenas: dict[bytes, Arena] = {}
         self._hailed: socket.socket | None = None

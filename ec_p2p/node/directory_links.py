@@ -16,7 +16,7 @@ import zmq
 from ec_p2p.config import Config
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
-from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
 from ec_p2p.control.view import View
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,12 @@ class DirectoryLinks:
     def withdraw(self, identity: bytes) -> None:
         for announcer in self._announcers:
             announcer.withdraw(identity)
+        self._pending = True
+
+    def describe(self, instances: list[InstanceInfo]) -> None:
+        """These instances are attached to this node, from now on."""
+        for announcer in self._announcers:
+            announcer.describe(instances)
         self._pending = True
 
     def flush(self, now: float) -> None:

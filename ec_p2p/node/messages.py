@@ -33,6 +33,10 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     """Equal for the scheduler and the workers of one vLLM engine (engine id and data-parallel index)."""
     rank: int
     """Distinguishes the workers of one instance; -1 for others."""
+    role: str = ""
+    """Of the instance: 'producer', 'consumer' or 'both'; empty for tools."""
+    namespace: str = ""
+    """Of the instance's entries; empty where the client does not know it: workers do not."""
 
 
 class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):

@@ -17,7 +17,7 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
-from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
+from ec_p2p.control.messages import InstanceInfo, NodeInfo, StageAnswer, StageRequest
 from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
@@ -25,6 +25,7 @@ from ec_p2p.node import network
 from ec_p2p.node.counters import MetricsServer, flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
+from ec_p2p.node.instances import instances_of
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.loop import Loop, Part
 from ec_p2p.node.mailbox import Mailbox
@@ -139,7 +140,9 @@ class Node:
             self._on_bad_frame,
         )
         resources.callback(self._peers.close)
-        self.info = NodeInfo(self.incarnation, config.name, f"tcp://{advertise}:{self._peers.port}")
+        address = f"tcp://{advertise}:{self._peers.port}"
+        self.info = NodeInfo(self.incarnation, config.name, address, started_at=int(time.time()))
+        self._instances: list[InstanceInfo] = []
         self._links = DirectoryLinks(
             self._context,
             config,
@@ -258,6 +261,13 @@ class Node:
     def _hear_client(self, target: Any) -> None:
         if self._sessions.on_ready(target):
             self._loop.watch_again()
+            self._tell_instances()
+
+    def _tell_instances(self) -> None:
+        instances = instances_of(session.attach for session in self._sessions.all())
+        if instances != self._instances:
+            self._instances = instances
+            self._links.describe(instances)
 
     def _next_deadline(self, now: float) -> float:
         deadline = self._links.next_tick(now)

@@ -97,7 +97,7 @@ def test_a_bad_setting_refuses_to_start(make, role, extra, complaint):
 def test_settings_come_from_all_sources_but_the_directory_from_vllm_alone(make, monkeypatch, tmp_path):
     made = []
 
-    def refuse(config, *_args):
+    def refuse(config, *_args, **_kwargs):
         made.append(config)
         raise OSError("the configuration is all that this is about")
 

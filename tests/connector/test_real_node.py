@@ -16,6 +16,8 @@ from ec_p2p.connector import ECP2PConnector
 from ec_p2p.connector.counts import merge
 from ec_p2p.connector.media import MediaFields
 from ec_p2p.connector.topology import WorkerRank
+from ec_p2p.control.messages import InstanceInfo
+from tests.control.harness import Loop
 from tests.node.conftest import Fleet, until
 
 from .conftest import ROLES, image, request, step, without_media
@@ -168,6 +170,32 @@ def test_what_one_engine_encodes_another_loads_bit_by_bit(fleet, engine):
     assert counted["fetched_bytes"] == {"remote": 2 * 10 * 64 * 2}
     assert counted["local_encodes"] == {}
     until(lambda: observer.inspect().gauges["leases"] == 0, "all leases to end")
+
+
+def test_the_fleet_is_told_which_engines_are_at_a_node(fleet, engine):
+    node = fleet.node("a")
+    fleet.client(node)
+    loop = Loop()
+    try:
+        replica = loop.replica(node.config.directories[0])
+        producer = engine(node.config.name, "ec_producer")
+        both = engine(node.config.name, "ec_both", namespace="of others")
+        transfers = [runner.config.ec_transfer_config.engine_id for runner in (producer, both)]
+        expected = [
+            InstanceInfo(f"{transfers[0]}/dp0", "producer", "n"),
+            InstanceInfo(f"{transfers[1]}/dp0", "both", "of others"),
+        ]
+
+        def told():
+            return [info for known in replica.nodes() for info in replica.instances(known.incarnation)]
+
+        loop.until(lambda: told() == sorted(expected, key=lambda info: info.name), "both engines to be told")
+        producer.scheduler.shutdown()
+        loop.until(lambda: InstanceInfo(expected[0].name, "producer", "") in told(), "the worker alone is left")
+        producer.worker.shutdown()
+        loop.until(lambda: told() == expected[1:])
+    finally:
+        loop.close()
 
 
 def test_what_nobody_has_is_encoded_by_a_consumer_and_not_saved(fleet, engine):

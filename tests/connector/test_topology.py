@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed import parallel_state
 
-from ec_p2p.connector.topology import WorkerRank, instance_of, readers_of, worker_rank
+from ec_p2p.connector.topology import WorkerRank, instance_of, readers_of, role_of, worker_rank
 
 
 def config(dp=0, tp=1, pcp=1):
@@ -44,3 +44,10 @@ def test_readers_are_numbered_within_the_first_stage(monkeypatch, first_stage, t
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=tp))
     monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=pcp))
     assert worker_rank(config(tp=2, pcp=2)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ec_role", "role"), [("ec_producer", "producer"), ("ec_consumer", "consumer"), ("ec_both", "both")]
+)
+def test_an_instance_has_a_role(ec_role, role):
+    assert role_of(SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_role=ec_role))) == role
