@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Container
 from types import TracebackType
 
 import zmq
@@ -34,7 +35,7 @@ from ec_p2p.control.messages import (
     Welcome,
 )
 from ec_p2p.control.snapshots import Snapshots
-from ec_p2p.control.sockets import Context, bound_port, open_socket, receive_now, send_now, split_endpoint
+from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, receive_now, send_now, split_endpoint
 from ec_p2p.control.state import DirectoryState
 
 log = logging.getLogger(__name__)
@@ -156,21 +157,30 @@ class Directory:
         wait_s = 0.0
         while not self._stopping:
             ready = dict(poller.poll(math.ceil(max(0.0, wait_s) * 1000)))
-            now = time.monotonic()
-            if self._router in ready:
-                self._receive(now)
-            if self._pub in ready:
-                self._greet_subscribers()
-            if now >= self._next_expiry:
-                self._next_expiry = now + self._expiry_s
-                self._events += self._state.expire(now)
-            if self._events:
-                self._publish(now)
-            if now >= self._next_heartbeat:
-                self._send_events([], now)
-            wait_s = min(self._next_expiry, self._next_heartbeat) - now
-            if self._snapshots:
-                wait_s = min(wait_s, self._snapshots.send(self._state, self._seq, now))
+            wait_s = self.turn(ready, time.monotonic())
+
+    def turn(self, ready: Container[object], now: float) -> float:
+        """What `run` does again and again: hear the sockets that are `ready`, publish, send snapshots. Returns the
+        seconds until the next turn is wanted if nothing comes in before."""
+        if self._router in ready:
+            self._receive(now)
+        if self._pub in ready:
+            self._greet_subscribers()
+        if now >= self._next_expiry:
+            self._next_expiry = now + self._expiry_s
+            self._events += self._state.expire(now)
+        if self._events:
+            self._publish(now)
+        if now >= self._next_heartbeat:
+            self._send_events([], now)
+        wait_s = min(self._next_expiry, self._next_heartbeat) - now
+        # Only now: what a snapshot holds must have been published.
+        return min(wait_s, self._snapshots.send(self._state, self._seq, now)) if self._snapshots else wait_s
+
+    @property
+    def sockets(self) -> tuple[Socket, Socket]:
+        """What `turn` wants to know of: where nodes and replicas speak, and where subscriptions come in."""
+        return (self._router, self._pub)
 
     # -------------------------------------------------------- ROUTER
 
