@@ -104,7 +104,7 @@ class Holder:
 
     def __init__(self, kind, name=None, slabs=1):
         self.name = name or unique_name()
-        self._process, self._pipe = _start(_hold, kind, self.name, slabs)
+        self._process, self._pipe = start_process(_hold, kind, self.name, slabs)
         self.pid = self._process.pid
         self.card = self._answer()
 
@@ -196,7 +196,7 @@ _ORDERS = {"add_slab": _add_slab, "write": _write, "cut": _cut_connections, "bad
 
 def in_child(function, *args):
     """What `function(*args)` returns in a process of its own, which must then end cleanly."""
-    process, pipe = _start(_report, function, *args)
+    process, pipe = start_process(_report, function, *args)
     try:
         assert pipe.poll(2 * PATIENCE_S), "the child does not answer"
         answer = pipe.recv()
@@ -212,7 +212,7 @@ def _report(pipe, function, *args):
     pipe.send(function(*args))
 
 
-def _start(function, *args):
+def start_process(function, *args):
     """A process that runs `function(pipe, *args)`, and our end of the pipe."""
     ours, theirs = Pipe()
     program = "import sys; from tests.transport.ends import run; run(int(sys.argv[1]))"
