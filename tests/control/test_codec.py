@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from contextlib import suppress
+
 import msgpack
 import msgspec
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.control import messages
-from ec_p2p.control.codec import MAX_FRAME, MAX_ITEMS, BadFrame, decode, encode
+from ec_p2p.control.codec import MAX_FRAME, BadFrame, decode, encode
 from ec_p2p.control.messages import (
     MAX_CHANGES,
     Advert,
@@ -205,24 +208,33 @@ def test_values_out_of_bounds_are_refused(frame: bytes) -> None:
         decode(frame, ToDirectory)
 
 
+def goodbye(more: bytes) -> bytes:
+    """A message with one element more than it has fields, which is skipped."""
+    return b"\x93" + msgpack.packb("goodbye") + msgpack.packb(NODE.incarnation) + more
+
+
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (b"", "incomplete"),
-        (b"\xc1", "FormatError"),
-        (b"\x91" * 5000 + b"\xc0", "StackError"),
-        (b"\x81\xa1a" * 5000 + b"\xc0", "StackError"),
-        (b"\xdd\xff\xff\xff\xff", "max_array_len"),
-        (b"\xdf\xff\xff\xff\xff", "max_map_len"),
-        (b"\xdb\xff\xff\xff\xff", "incomplete"),
-        (b"\xc6\xff\xff\xff\xff", "incomplete"),
-        (b"\xd4\x05x", "max_ext_len"),
-        (b"\xc7\x00\x05", "extension type 5"),
-        (b"\xd6\xff\x00\x00\x00\x00", "max_ext_len"),
-        (b"\xa2\xff\xfe", "UnicodeDecodeError"),
-        (msgpack.packb({1: 2}), "int is not allowed for map key"),
-        (msgpack.packb([None] * (MAX_ITEMS + 1)), "max_array_len"),
-        (msgpack.packb(["goodbye", b"i" * 16]) + b"\xc0", "ExtraData"),
+        (b"", "truncated"),
+        (b"\xc1", "invalid opcode"),
+        (b"\x91" * 5000 + b"\xc0", "Expected `str`, got `array`"),
+        (goodbye(b"\x91" * 5000 + b"\xc0"), "RecursionError"),
+        (goodbye(b"\x81\xa1a" * 5000 + b"\xc0"), "RecursionError"),
+        (b"\xdd\xff\xff\xff\xff", "truncated"),
+        (b"\xdf\xff\xff\xff\xff", "Expected `array`, got `object`"),
+        (b"\xdb\xff\xff\xff\xff", "truncated"),
+        (b"\xc6\xff\xff\xff\xff", "truncated"),
+        (b"\xd4\x05x", "Expected `array`, got `ext`"),
+        (goodbye(b"\xdd\xff\xff\xff\xff"), "truncated"),
+        (goodbye(b"\xdf\xff\xff\xff\xff"), "truncated"),
+        (goodbye(b"\xc6\xff\xff\xff\xff"), "truncated"),
+        (goodbye(b"\xc1"), "invalid opcode"),
+        (msgpack.packb(["heartbeat", NODE.incarnation, msgpack.ExtType(5, b"x")]), "Expected `int`, got `ext`"),
+        (msgpack.packb(["hello", 1, [NODE.incarnation, b"name", "address"]]), "Expected `str`, got `bytes`"),
+        (encode(Hello(1, NODE)).replace(b"host", b"h\xffst"), "UTF-8"),
+        (msgpack.packb({"goodbye": NODE.incarnation}), "Expected `array`, got `object`"),
+        (msgpack.packb(["goodbye", b"i" * 16]) + b"\xc0", "trailing"),
         (msgpack.packb(["unheard of"]), "unheard of"),
         (b"\xc0" * (MAX_FRAME + 1), f"at most {MAX_FRAME}"),
     ],
@@ -230,6 +242,61 @@ def test_values_out_of_bounds_are_refused(frame: bytes) -> None:
 def test_reasons_say_what_was_wrong(frame: bytes, reason: str) -> None:
     with pytest.raises(BadFrame, match=reason):
         decode(frame, ToDirectory)
+
+
+def packed(nbytes: int) -> bytes:
+    return nbytes.to_bytes(4, "big")
+
+
+def filled(head: bytes, element: bytes, tail: bytes = b"") -> bytes:
+    """A frame of the largest size: `head`, the header of an array, as many elements as there is room for, `tail`."""
+    count = (MAX_FRAME - len(head) - 5 - len(tail)) // len(element)
+    return head + b"\xdd" + packed(count) + element * count + tail
+
+
+SNAPSHOT = b"\x97" + b"".join(map(msgpack.packb, ["snapshot", 1, 0, b"e" * 16, 1, True]))
+EVENTS = b"\x93" + msgpack.packb("events") + msgpack.packb(b"e" * 16)
+CARD = b"\x97" + b"".join(map(msgpack.packb, ["card", 1, b"i" * 16, "nixl", 1, 1]))
+LARGEST = {
+    "snapshot of nodes without entries": (FromDirectory, filled(SNAPSHOT, msgpack.packb([[b"i" * 16, "a", "b"], []]))),
+    "events of nodes that went": (Events, filled(EVENTS, msgpack.packb(["down", b"i" * 16]))),
+    "instances": (
+        Events,
+        filled(EVENTS, msgpack.packb(["changed", b"i" * 16, [], [], [["\u0100", "\u0100", ""]] * 256])),
+    ),
+    "short adverts": (
+        FromDirectory,
+        filled(
+            SNAPSHOT, msgpack.packb([[b"i" * 16, "a", "b"], [[b"k" * 32, 1, 300, 1, 1, "ab", 300, 300, 300]] * 4096])
+        ),
+    ),
+    "names of peers": (
+        FromNode,
+        filled(b"\x96" + b"".join(map(msgpack.packb, ["inspection", 1, {}, {}, {}])), msgpack.packb("ab")),
+    ),
+    "wanted items": (
+        ToNode,
+        filled(b"\x97" + msgpack.packb("want") + b"\1", msgpack.packb([b"k" * 32, 300]), b"\1\1\1\xc2"),
+    ),
+    "what no field is for": (ToDirectory, filled(goodbye(b""), b"\x91\x80")),
+    "an array said to be long": (FromDirectory, SNAPSHOT + b"\xdd" + packed(1 << 28)),
+    "a map said to be long": (FromNode, b"\x96" + msgpack.packb("inspection") + b"\1\xdf" + packed(1 << 28)),
+    "bytes said to be long": (FromPeer, CARD + b"\xc6" + packed(1 << 30)),
+}
+
+
+@pytest.mark.parametrize(("union", "frame"), LARGEST.values(), ids=LARGEST)
+def test_no_frame_makes_the_decoder_allocate_much_more_than_itself(union: object, frame: bytes) -> None:
+    assert len(frame) <= MAX_FRAME
+    with suppress(BadFrame):
+        decode(goodbye(b"\xc0"), union)
+    tracemalloc.start()
+    try:
+        with suppress(BadFrame):
+            decode(frame, union)
+        assert tracemalloc.get_traced_memory()[1] < 32 * MAX_FRAME
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_reason_that_quotes_the_sender_is_short() -> None:
