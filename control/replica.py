@@ -14,6 +14,7 @@ import zmq
 
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.follower import Follower
+from ec_p2p.control.interface import Pollable
 from ec_p2p.control.messages import (
     PROTOCOL_VERSION,
     TOPIC,
@@ -114,12 +115,14 @@ class Replica:
         self._dealer.close()
         self._sub.close()
 
-    def on_readable(self, socket: Socket) -> None:
+    def on_readable(self, socket: Pollable) -> None:
         """Handle what came in, a bounded amount."""
-        handle = self._on_answer if socket is self._dealer else self._on_publication
+        receiver, handle = (
+            (self._dealer, self._on_answer) if socket is self._dealer else (self._sub, self._on_publication)
+        )
         nbytes = 0
         while nbytes < _BYTES_PER_TURN:
-            frames = receive_now(socket)
+            frames = receive_now(receiver)
             if frames is None:
                 return
             nbytes += 64 + sum(map(len, frames))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ec_p2p.control.directories import replicate
+from ec_p2p.control.interface import Pollable, Replicates
 from ec_p2p.control.messages import Advert, NodeInfo
-from ec_p2p.control.replica import Replica
-from ec_p2p.control.sockets import Context, Socket
+from ec_p2p.control.sockets import Context
 
 
 class View:
-    """Driven like a `Replica`. Replicas that lost their directory do not count while another is fresh.
+    """Driven like a replica. Replicas that lost their directory do not count while another is fresh.
 
     `on_change(identity)` is called when what `lookup` says of it may have changed, up to once per directory.
     `on_node(node, up)` is called with True when a node appears or moves, with False when no directory that counts knows
@@ -34,15 +35,17 @@ class View:
         self._on_node = on_node
         self._nodes: dict[bytes, NodeInfo] = {}
         self._nodes_changed = False
-        self.replicas = tuple(
-            Replica(context, endpoint, on_change=on_change, on_node=self._note_node, node_timeout_s=node_timeout_s)
+        self.replicas: tuple[Replicates, ...] = tuple(
+            replicate(context, endpoint, on_change=on_change, on_node=self._note_node, node_timeout_s=node_timeout_s)
             for endpoint in endpoints
         )
         self._counting = self.replicas
-        self._owner = {socket: replica for replica in self.replicas for socket in replica.sockets}
+        self._owner: dict[Pollable, Replicates] = {
+            socket: replica for replica in self.replicas for socket in replica.sockets
+        }
 
     @property
-    def sockets(self) -> tuple[Socket, ...]:
+    def sockets(self) -> tuple[Pollable, ...]:
         return tuple(self._owner)
 
     @property
@@ -66,7 +69,7 @@ class View:
     def nodes(self) -> list[NodeInfo]:
         return list(self._nodes.values())
 
-    def on_readable(self, socket: Socket) -> None:
+    def on_readable(self, socket: Pollable) -> None:
         self._owner[socket].on_readable(socket)
         self._count()
 

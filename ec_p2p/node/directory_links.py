@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import zmq
 
 from ec_p2p.config import Config
-from ec_p2p.control.announcer import Announcer
+from ec_p2p.control.directories import announce_to, without_password
 from ec_p2p.control.directory import Directory
+from ec_p2p.control.interface import Announces, Pollable
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
 from ec_p2p.control.view import View
 
@@ -43,8 +43,8 @@ class DirectoryLinks:
         self._context = context
         self._config = config
         self._bind_host = bind_host
-        self._announcers = [
-            Announcer(context, endpoint, info, heartbeat_s=config.heartbeat_s, timeout_s=config.node_timeout_s)
+        self._announcers: list[Announces] = [
+            announce_to(context, endpoint, info, heartbeat_s=config.heartbeat_s, timeout_s=config.node_timeout_s)
             for endpoint in config.directories
         ]
         self._view = View(
@@ -54,6 +54,9 @@ class DirectoryLinks:
             on_node=lambda node, up: on_up(node) if up else on_down(node.incarnation),
             node_timeout_s=config.node_timeout_s,
         )
+        self._owner: dict[Pollable, Announces] = {
+            socket: announcer for announcer in self._announcers for socket in announcer.sockets
+        }
         self._embedded: Directory | None = None
         self._try_at = 0.0
         self._unreached_since: float | None = None
@@ -101,21 +104,22 @@ class DirectoryLinks:
         self._host_if_nobody_does(now)
         self._complain(now)
 
-    def poll_targets(self) -> list[Any]:
-        return [*(announcer.socket for announcer in self._announcers), *self._view.sockets]
+    def poll_targets(self) -> list[Pollable]:
+        return [*self._owner, *self._view.sockets]
 
-    def on_ready(self, target: zmq.Socket[bytes]) -> None:
-        for announcer in self._announcers:
-            if target is announcer.socket:
-                announcer.on_readable()
-                self._pending = True  # a welcome may be followed by everything this node holds
-                return
-        self._view.on_readable(target)
-        self._pending = True  # a gap wants a snapshot now, not at the next tick
+    def on_ready(self, target: Pollable) -> None:
+        announcer = self._owner.get(target)
+        if announcer is not None:
+            announcer.on_readable()
+        else:
+            self._view.on_readable(target)
+        # A welcome may be followed by everything this node holds, and a gap wants a snapshot now: not at the next tick.
+        self._pending = True
 
     def close(self) -> None:
         for announcer in self._announcers:
             announcer.goodbye()
+        for announcer in self._announcers:
             announcer.close()
         self._view.close()
         if self._embedded is not None:
@@ -130,7 +134,7 @@ class DirectoryLinks:
             self._unreached_since = now
         elif not self._complained and now - self._unreached_since > self._config.node_timeout_s:
             self._complained = True
-            endpoints = ", ".join(self._config.directories)
+            endpoints = ", ".join(map(without_password, self._config.directories))
             logger.warning("no directory answers at %s: nothing is shared with others", endpoints)
 
     # -------------------------------------------------------- hosting

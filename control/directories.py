@@ -1,0 +1,46 @@
+"""Which implementation speaks to a directory: chosen by the scheme of its endpoint, here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from ec_p2p.control.announcer import Announcer
+from ec_p2p.control.interface import Announces, Replicates
+from ec_p2p.control.messages import NodeInfo
+from ec_p2p.control.replica import Replica
+from ec_p2p.control.sockets import Context
+
+
+def announce_to(
+    context: Context, endpoint: str, node: NodeInfo, *, heartbeat_s: float = 1.0, timeout_s: float = 4.0
+) -> Announces:
+    """Tell the directory at `endpoint` what `node` holds. Raises ValueError for an endpoint that is none."""
+    return Announcer(context, endpoint, node, heartbeat_s=heartbeat_s, timeout_s=timeout_s)
+
+
+def replicate(
+    context: Context,
+    endpoint: str,
+    *,
+    on_change: Callable[[bytes], None] = lambda identity: None,
+    on_node: Callable[[NodeInfo, bool], None] = lambda node, up: None,
+    node_timeout_s: float = 4.0,
+) -> Replicates:
+    """Follow the directory at `endpoint`.
+
+    `on_change(identity)` is called for every advert that appeared, changed or went, `on_node(node, up)` for every node
+    that appeared, moved or went. Raises ValueError for an endpoint that is none.
+    """
+    return Replica(context, endpoint, on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s)
+
+
+def host_of(endpoint: str) -> str:
+    """Name or address of the directory's host, without brackets."""
+    return urlsplit(endpoint).hostname or ""
+
+
+def without_password(endpoint: str) -> str:
+    """The endpoint as it may be shown: in logs, and to whoever asks a node."""
+    scheme, _, rest = endpoint.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
