@@ -13,11 +13,17 @@ FIRST_S = 1.0
 LONGEST_S = 60.0
 
 
+def longer(delay_s: float, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> float:
+    """How long to wait after a failure, after which one had waited for `delay_s` before; 0 if this is the first."""
+    return min(longest_s, 2 * delay_s or first_s)
+
+
 class Breaker:
     """Closed: everything may be tried. A failure opens it for `first_s`; then one trial, whose failure opens it for
     twice as long, up to `longest_s`, and whose success closes it.
 
-    Whoever was admitted reports `succeeded` or `failed`. A trial that reports nothing is given up after `longest_s`.
+    Whoever was admitted reports, on the same thread, `succeeded`, `failed`, or that it is `undecided`. A trial that
+    reports nothing is given up after `longest_s`.
     """
 
     def __init__(
@@ -29,7 +35,8 @@ class Breaker:
         self._lock = threading.Lock()
         self._delay_s = 0.0
         self._until = 0.0
-        self._on_trial = False
+        self._trial: int | None = None
+        """The thread that is on trial."""
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +60,7 @@ class Breaker:
             if self.refuses():
                 return False
             if self.is_open:
-                self._on_trial = True
+                self._trial = threading.get_ident()
                 self._until = self._clock() + self._longest_s
             return True
 
@@ -62,18 +69,31 @@ class Breaker:
         if not self.is_open:
             return False
         with self._lock:
-            if not self._on_trial:
+            if not self._end_trial():
                 return False
-            self._on_trial = False
             self._delay_s = 0.0
             return True
 
     def failed(self) -> bool:
         """True if this opened it, or opened it for longer. What was admitted before the failure does not."""
         with self._lock:
-            if self.is_open and not self._on_trial:
+            if self.is_open and not self._end_trial():
                 return False
-            self._on_trial = False
-            self._delay_s = min(self._longest_s, 2 * self._delay_s or self._first_s)
+            self._delay_s = longer(self._delay_s, self._first_s, self._longest_s)
             self._until = self._clock() + self._delay_s
             return True
+
+    def undecided(self) -> None:
+        """Nothing was tried after all, or nothing was learnt: if this was the trial, the next may try at once."""
+        if not self.is_open:
+            return
+        with self._lock:
+            if self._end_trial():
+                self._until = self._clock()
+
+    def _end_trial(self) -> bool:
+        """Whether the caller is on trial, which it is no more."""
+        mine = self._trial == threading.get_ident()
+        if mine:
+            self._trial = None
+        return mine

@@ -13,22 +13,17 @@ import threading
 import time
 from contextlib import suppress
 
-from ec_p2p.engine import set_aside
 from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.cpu import Pin
 from ec_p2p.engine.disk_index import DiskIndex, OnFiled, OnLost
 from ec_p2p.engine.examine import Examiner
-from ec_p2p.engine.filed import (
-    Abandoned,
-    Damaged,
-    Filed,
-    path_of,
-    write_file,
-)
+from ec_p2p.engine.filed import Abandoned, Damaged, Filed, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 from ec_p2p.engine.scan import Scanner
+from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Series, Tally
+from ec_p2p.engine.trouble import DELETED, TO_WRITE, Unreadable, is_one_paths
 from ec_p2p.engine.write_behind import Job, Offer, WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -36,15 +31,19 @@ logger = logging.getLogger(__name__)
 LAYOUT = "ec-p2p-1"
 """The folder below the configured one: another layout would get another name."""
 
+CLOSE_S = 20.0
+"""How long `close` waits for a slow disk, unless told otherwise."""
+
 _COUNTS: list[Series] = [
     ("disk_writes", ()),
     ("disk_written_bytes", ()),
     ("disk_read_bytes", ()),
+    ("disk_reads_refused", ()),
     ("disk_evictions", ()),
     ("disk_damaged", ()),
     ("disk_swept", ()),
     *(("disk_reads", (("outcome", outcome),)) for outcome in ("hit", "miss", "damaged", "error")),
-    *(("disk_skipped", (("reason", reason),)) for reason in ("queue_full", "breaker", "too_large", "in_use")),
+    *(("disk_skipped", (("reason", reason),)) for reason in ("queue_full", "breaker", "too_large", "in_use", "closed")),
 ]
 
 
@@ -91,9 +90,19 @@ class LocalDiskBackend:
         self._abandoned = False
         self._reads = 0
         self._reads_changed = threading.Condition()
-        self._examiner = Examiner(self._files, self._root, self._index, self._tally, lambda: self._abandoned)
+        self._aside = SetAside(self._files, self._root, self._index, self._tally)
+        self._examiner = Examiner(
+            self._files, self._root, self._index, self._aside, self._tally, lambda: self._abandoned
+        )
         self._scanner = Scanner(
-            self._files, self._root, self._index, self._examiner, self._tally, rescan_s=rescan_s, remove=self._remove
+            self._files,
+            self._root,
+            self._index,
+            self._examiner,
+            self._aside,
+            self._tally,
+            rescan_s=rescan_s,
+            remove=self._remove,
         )
         self._queue = WriteBehind(queue_bytes, self._write)
         self._scanner.start()
@@ -104,10 +113,19 @@ class LocalDiskBackend:
         """The entry as far as this process knows; no I/O, no lock. Another may have deleted it."""
         return self._index.find(identity)
 
+    def find_readable(self, identity: bytes) -> Filed | None:
+        """As `find`; but None while reads are refused because they failed, which is counted. It finds again when the
+        next may try."""
+        filed = self._index.find(identity)
+        if filed is not None and self._read_breaker.refuses():
+            self._tally.add("disk_reads_refused")
+            return None
+        return filed
+
     def look(self, identity: bytes) -> Filed | None:
         """The entry as the folder has it: what others wrote is found, what they deleted is lost. Blocking.
 
-        Only its header is read. None also while reads are not tried because they failed.
+        Only its header is read. None also while reads are refused because they failed.
         """
         return self._look(identity, None)[0]
 
@@ -125,28 +143,38 @@ class LocalDiskBackend:
                 self._tally.add("disk_read_bytes", len(into))
             else:
                 filed, outcome = None, "miss"
-        self._tally.add("disk_reads", outcome=outcome)
+        if outcome:
+            self._tally.add("disk_reads", outcome=outcome)
         return filed
 
     def _look(self, identity: bytes, into: memoryview | None) -> tuple[Filed | None, str]:
-        """What there is, and how the attempt ended: 'hit', 'miss', 'damaged' or 'error'."""
+        """What there is, and how the attempt ended: 'hit', 'miss', 'damaged', 'error', or '' if there was none."""
         if not self._begin_read(identity):
             return None, "miss"
         try:
             if not self._read_breaker.admit():
-                return None, "error"
+                self._tally.add("disk_reads_refused")
+                return None, ""
             try:
                 filed = self._examiner.examine(identity, into)
-                outcome = "miss" if filed is None else "hit"
+                outcome = "hit"
             except Damaged:
                 filed, outcome = None, "damaged"
             except Abandoned:
+                return None, "miss"
+            except Unreadable as error:
+                self._tally.add_error("read", error)
+                self._read_breaker.undecided()
                 return None, "miss"
             except OSError as error:
                 self._fail("read", self._read_breaker, error)
                 if isinstance(error, FileNotFoundError):
                     self._scanner.wake()  # the whole folder: what was in it is lost
                 return None, "error"
+            if filed is None and outcome == "hit":
+                # That there is no file does not say that one could be read.
+                self._read_breaker.undecided()
+                return None, "miss"
             self._succeed("read", self._read_breaker)
             return filed, outcome
         finally:
@@ -194,53 +222,81 @@ class LocalDiskBackend:
             return
         try:
             self._scanner.wait_sized()
-            self._file(_filed(job.pin), job.payload)
-        except (IsADirectoryError, NotADirectoryError) as error:
-            # Something that is not ours sits in this entry's place; the disk is well.
-            self._tally.add_error("write", error)
+            written = self._file(_filed(job.pin), job.payload)
         except OSError as error:
             self._fail("write", self._write_breaker, error)
             return
-        self._succeed("write", self._write_breaker)
+        if written:
+            self._succeed("write", self._write_breaker)
+        else:
+            self._write_breaker.undecided()
 
-    def _file(self, filed: Filed, payload: memoryview) -> None:
+    def _file(self, filed: Filed, payload: memoryview) -> bool:
+        """Whether the file was written. Raises OSError for what concerns all."""
         with self._index.using(filed.identity) as free:
             if not free:
-                self._skip("in_use")
-                return
-            with suppress(Damaged):
+                return self._skip("in_use")
+            with suppress(Damaged, Unreadable):
                 if self._examiner.examine(filed.identity) == filed:
-                    return  # another node was first
-            victims = self._index.reserve(filed.file_bytes)
-            if victims is None:
-                # Damaged files give way last, but they must not keep the tier from working.
-                self._index.set_aside(set_aside.prune(self._files, self._root, kept=0))
-                victims = self._index.reserve(filed.file_bytes)
-            if victims is None:
-                self._skip("in_use")
-                return
+                    return False  # another node was first
+            if not self._make_room(filed.file_bytes):
+                return self._skip("in_use")
             stands = None
             try:
-                self._remove(victims)
                 write_file(self._files, self._root, filed, payload, fsync=self._fsync, abandoned=self._queue.abandoned)
                 stands = filed
+            except OSError as error:
+                if not is_one_paths(self._files, self._root, error, TO_WRITE):
+                    raise
+                self._tally.add_error("write", error)
+                return False
             finally:
                 self._index.settle(filed.file_bytes, stands)
         self._tally.add("disk_writes")
         self._tally.add("disk_written_bytes", filed.file_bytes)
+        return True
 
-    def _remove(self, victims: list[bytes]) -> None:
-        """Unlink what the index gave up. On OSError the rest stays, and counts again."""
+    def _make_room(self, nbytes: int) -> bool:
+        """Reserve room in the index, and in the folder. False, or OSError: nothing is reserved."""
+        while True:
+            victims = self._index.reserve(nbytes)
+            if victims is None:
+                # Damaged files give way last, but they must not keep the tier from working.
+                self._aside.prune(kept=0)
+                victims = self._index.reserve(nbytes)
+            if victims is None:
+                return False
+            removed = False
+            try:
+                removed = self._remove(victims)
+            finally:
+                if not removed:
+                    self._index.settle(nbytes, None)
+            if removed:
+                return True
+
+    def _remove(self, victims: list[bytes]) -> bool:
+        """Unlink what the index gave up. False: not all could be, and what is left counts on. On OSError, too."""
         left = list(reversed(victims))
+        all_gone = True
         try:
             while left:
-                with suppress(FileNotFoundError):
+                try:
                     self._files.unlink(path_of(self._root, left[-1]))
+                except OSError as error:
+                    if error.errno not in DELETED:
+                        self._index.kept(left.pop())
+                        if not is_one_paths(self._files, self._root, error, TO_WRITE):
+                            raise
+                        self._tally.add_error("write", error)
+                        all_gone = False
+                        continue
                 self._index.removed(left.pop())
                 self._tally.add("disk_evictions")
         finally:
             for identity in left:
-                self._index.kept(identity)
+                self._index.spared(identity)
+        return all_gone
 
     # ------------------------------------------------------------ the end, and what is told
 
@@ -248,10 +304,11 @@ class LocalDiskBackend:
         """Wait until everything offered before is on disk or given up. False: it took longer than that."""
         return self._queue.flush(timeout_s)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """`flush`, then end all work; afterwards no payload is touched. Idempotent.
 
-        What could not be written in time keeps its pins, and a warning says so: its memory is still in use.
+        Takes at most `timeout_s`, whatever the disk does; None: as long as that takes. What could not be written in
+        time is counted as skipped and keeps its pins, and a warning says so: its memory is still in use.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -263,7 +320,9 @@ class LocalDiskBackend:
                 return
             self._closed = True
         if not self._queue.close(left_s()):
-            logger.warning("%d bytes were not written to %s in time", self._queue.queued_bytes, self._root)
+            entries, nbytes = self._queue.queued_entries, self._queue.queued_bytes
+            self._tally.add("disk_skipped", entries, reason="closed")
+            logger.warning("%d entries of %d bytes were not written to %s in time", entries, nbytes, self._root)
         with self._reads_changed:
             self._abandoned = not self._reads_changed.wait_for(lambda: not self._reads, left_s())
         if self._abandoned:

@@ -23,7 +23,7 @@ State = Filed | int | None
 """What is known of a file: the entry in it; only how many bytes it takes, its header being unread; or that it isn't."""
 
 
-def _file_bytes(state: State) -> int:
+def file_bytes_of(state: State) -> int:
     return state.file_bytes if isinstance(state, Filed) else state or 0
 
 
@@ -45,6 +45,8 @@ class DiskIndex:
         self._aside_bytes = 0
         self._in_use: dict[bytes, int] = {}
         self._leaving: dict[bytes, int] = {}
+        self._stuck: set[bytes] = set()
+        """Files that could not be removed: no victims before `reconsider`."""
 
     # ------------------------------------------------------------ looking
 
@@ -65,6 +67,11 @@ class DiskIndex:
         return self._entries
 
     @property
+    def aside_bytes(self) -> int:
+        """Bytes of damaged files that are kept."""
+        return self._aside_bytes
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all files, those about to be written and those set aside included."""
         return self._files_bytes + self._reserved_bytes + self._aside_bytes
@@ -79,13 +86,20 @@ class DiskIndex:
             if filed.identity not in self._leaving:
                 self._become(filed.identity, filed)
 
-    def count(self, identity: bytes, file_bytes: int) -> None:
+    def count(self, identity: bytes, file_bytes: int, *, recent: bool = False) -> None:
         """A file of this size was seen: from now on it counts, whatever is in it. An entry of another size is lost.
 
-        What was not counted before is of less worth than all that was.
+        What was not counted before is of less worth than all that was; where it is `recent`, of more.
         """
         with self._lock:
-            if identity not in self._leaving and _file_bytes(self.state(identity)) != file_bytes:
+            if identity not in self._leaving and file_bytes_of(self.state(identity)) != file_bytes:
+                self._become(identity, file_bytes, self._policy.added if recent else self._policy.restored)
+
+    def disown(self, identity: bytes, seen: State, file_bytes: int) -> None:
+        """There is a file of this size, but no entry that can be had from it, if nothing has been heard of it since it
+        was in the state `seen`."""
+        with self._lock:
+            if self.state(identity) is seen and identity not in self._leaving:
                 self._become(identity, file_bytes)
 
     def forget(self, identity: bytes, seen: State) -> None:
@@ -138,7 +152,8 @@ class DiskIndex:
     def reserve(self, nbytes: int) -> list[bytes] | None:
         """Count `nbytes` for a file that will be written, until `settle`.
 
-        Returns the files to remove for it, as few as needed; the caller unlinks each and says `removed` or `kept`.
+        Returns the files to remove for it, as few as needed; the caller unlinks each and says `removed`, `kept` or
+        `spared`.
         None, with nothing changed: even without all files that nobody uses there would be no room.
         """
         with self._lock:
@@ -152,9 +167,8 @@ class DiskIndex:
         """The file that was reserved for stands, or will not: None."""
         with self._lock:
             self._reserved_bytes -= nbytes
-            if filed is not None:
-                self._become(filed.identity, filed)
-                self._policy.touched(filed.identity)
+            if filed is not None and not self._become(filed.identity, filed):
+                self._policy.touched(filed.identity)  # it had a place in the order already
 
     def excess(self, at_most: int) -> list[bytes]:
         """Files to remove because there are more bytes than there may be, as by `reserve`; not all of them at once."""
@@ -167,9 +181,21 @@ class DiskIndex:
             del self._leaving[identity]
 
     def kept(self, identity: bytes) -> None:
-        """The victim's file could not be removed: it counts again, but is no known entry."""
+        """The victim's file cannot be removed: it counts again, but is no known entry, nor a victim for now."""
+        with self._lock:
+            self._stuck.add(identity)
+            self._become(identity, self._leaving.pop(identity), self._policy.added)
+
+    def spared(self, identity: bytes) -> None:
+        """Nobody tried to remove the victim's file: it counts again, but is no known entry. Several are given back in
+        the opposite order, so that they are the first victims again."""
         with self._lock:
             self._become(identity, self._leaving.pop(identity))
+
+    def reconsider(self) -> None:
+        """What could not be removed may be tried again."""
+        with self._lock:
+            self._stuck.clear()
 
     # ------------------------------------------------------------ under the lock
 
@@ -179,38 +205,45 @@ class DiskIndex:
         missing = self.used_bytes + nbytes - self.capacity_bytes
         if missing > 0:
             for identity in self._policy.victims():
-                if identity in self._in_use:
+                if identity in self._in_use or identity in self._stuck:
                     continue
                 victims.append(identity)
-                missing -= _file_bytes(self.state(identity))
+                missing -= file_bytes_of(self.state(identity))
                 if missing <= 0 or len(victims) == at_most:
                     break
         return victims, missing
 
     def _evict(self, victims: list[bytes]) -> list[bytes]:
         for identity in victims:
-            self._leaving[identity] = _file_bytes(self.state(identity))
+            self._leaving[identity] = file_bytes_of(self.state(identity))
             self._become(identity, None)
         return victims
 
-    def _become(self, identity: bytes, new: State) -> None:
-        """The one place where a file's state changes."""
+    def _become(self, identity: bytes, new: State, rank: Callable[[bytes, int], None] | None = None) -> bool:
+        """The one place where a file's state changes.
+
+        True: it got a new place in the order of eviction, by `rank`; without that an entry is as one that was used
+        just now, and any other file as one of an earlier life.
+        """
         shard = self._shards[identity[0]]
         old = shard.get(identity)
         if new == old:
-            return
-        before, after = _file_bytes(old), _file_bytes(new)
+            return False
+        before, after = file_bytes_of(old), file_bytes_of(new)
         self._files_bytes += after - before
         self._entries += isinstance(new, Filed) - isinstance(old, Filed)
         if old is not None and (new is None or before != after):
             self._policy.removed(identity)
+        ranked = new is not None and (old is None or before != after)
         if new is None:
             del shard[identity]
+            self._stuck.discard(identity)
         else:
             shard[identity] = new
-            if old is None or before != after:
-                (self._policy.added if isinstance(new, Filed) else self._policy.restored)(identity, after)
+        if ranked:
+            (rank or (self._policy.added if isinstance(new, Filed) else self._policy.restored))(identity, after)
         if isinstance(old, Filed) and self._on_lost is not None:
             self._on_lost(identity)
         if isinstance(new, Filed) and self._on_filed is not None:
             self._on_filed(new)
+        return ranked

@@ -6,23 +6,20 @@ disk may be asked.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ec_p2p.engine import set_aside
-from ec_p2p.engine.disk_index import DiskIndex, State
+from ec_p2p.engine.disk_index import DiskIndex, State, file_bytes_of
 from ec_p2p.engine.filed import Damaged, Filed, NotAFile, open_file, path_of, read_header, read_payload
 from ec_p2p.engine.files import Files
+from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
+from ec_p2p.engine.trouble import ABSENT, DELETED, TO_READ, Unreadable, is_one_paths
 
 logger = logging.getLogger(__name__)
-
-# The latter is how NFS says that another host has deleted the file.
-_GONE = {errno.ENOENT, errno.ESTALE}
 
 RECENCY_S = 60.0
 """How far a file's time of modification may lag behind its last use."""
@@ -31,17 +28,27 @@ RECENCY_S = 60.0
 class Examiner:
     """Thread-safe. The caller has said to the index that it uses the file."""
 
-    def __init__(self, files: Files, root: str, index: DiskIndex, tally: Tally, abandoned: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        files: Files,
+        root: str,
+        index: DiskIndex,
+        aside: SetAside,
+        tally: Tally,
+        abandoned: Callable[[], bool],
+    ) -> None:
         self._files = files
         self._root = root
         self._index = index
+        self._aside = aside
         self._tally = tally
         self._abandoned = abandoned
 
     def examine(self, identity: bytes, into: memoryview | None = None) -> Filed | None:
         """The entry in its file, with `into` filled and verified if that has the payload's size. None: there is none.
 
-        Raises Damaged, with the file set aside, and Abandoned or OSError, with nothing learnt.
+        Raises Damaged, with the file set aside if that can be done; Unreadable, which concerns this file only; and
+        Abandoned or another OSError, with nothing learnt.
         """
         seen = self._index.state(identity)
         try:
@@ -52,11 +59,15 @@ class Examiner:
             self._index.forget(identity, seen)
             return None
         except OSError as error:
-            if error.errno not in _GONE:
+            if not is_one_paths(self._files, self._root, error, TO_READ):
                 raise
-            self._files.lstat(self._root)  # one file gone is a miss, all of them is a failure
-            self._index.forget(identity, seen)
-            return None
+            if error.errno in ABSENT:
+                self._index.forget(identity, seen)
+                if error.errno in DELETED:
+                    return None
+            elif seen is not None:
+                self._index.disown(identity, seen, file_bytes_of(seen))
+            raise Unreadable(error.errno, error.strerror, path_of(self._root, identity)) from None
         self._index.know(filed)
         return filed
 
@@ -83,11 +94,12 @@ class Examiner:
 
     def _set_aside(self, identity: bytes, bad: os.stat_result, seen: State, damage: Damaged) -> None:
         logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
+        self._tally.add("disk_damaged")
         try:
-            set_aside.set_aside(self._files, self._root, identity, bad)
-            self._index.set_aside(set_aside.prune(self._files, self._root))
+            self._aside.take(identity, bad)
         except OSError as error:
             # It stays where it is, and is found out again.
             self._tally.add_error("write", error)
-        self._index.forget(identity, seen)
-        self._tally.add("disk_damaged")
+            self._index.disown(identity, seen, bad.st_size)
+        else:
+            self._index.forget(identity, seen)

@@ -14,6 +14,7 @@ import os
 class Files:
     """The operations as `os` has them, errors included."""
 
+    access = staticmethod(os.access)
     open = staticmethod(os.open)
     close = staticmethod(os.close)
     dup = staticmethod(os.dup)

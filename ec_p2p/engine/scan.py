@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
+from ec_p2p.engine.breaker import longer
 from ec_p2p.engine.disk_index import DiskIndex, State
 from ec_p2p.engine.examine import Examiner
 from ec_p2p.engine.filed import Abandoned, Damaged, Filed, identity_in, is_temp, path_of, sweep
 from ec_p2p.engine.files import Files
-from ec_p2p.engine.set_aside import prune
+from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
+from ec_p2p.engine.trouble import Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,6 @@ BATCH = 128
 """Files between two breaths: the thread leaves the core, and the interpreter, to others."""
 
 BREATH_S = 0.001
-RETRY_S = 1.0
-LONGEST_RETRY_S = 60.0
 
 _T = TypeVar("_T")
 
@@ -51,16 +51,18 @@ class Scanner:
         root: str,
         index: DiskIndex,
         examiner: Examiner,
+        aside: SetAside,
         tally: Tally,
         *,
         rescan_s: float,
-        remove: Callable[[list[bytes]], None],
+        remove: Callable[[list[bytes]], object],
     ) -> None:
         self._files = files
         self._root = root
         self._index = index
         self._rescan_s = rescan_s
         self._examiner = examiner
+        self._aside = aside
         self._tally = tally
         self._remove = remove
         self._changed = threading.Condition()
@@ -102,7 +104,7 @@ class Scanner:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        retry_s = RETRY_S
+        retry_s = 0.0
         while True:
             self._wake.clear()
             if self._closing.is_set():
@@ -117,11 +119,8 @@ class Scanner:
             except Exception as error:  # else whoever waits for this thread would wait for ever
                 logger.exception("cannot scan %s", self._root)
                 self._give_up(OSError(f"the scan of {self._root} failed: {error!r}"))
-            if self._failure is None:
-                delay_s, retry_s = self._rescan_s, RETRY_S
-            else:
-                delay_s, retry_s = min(retry_s, self._rescan_s), min(2 * retry_s, LONGEST_RETRY_S)
-            self._wake.wait(delay_s)
+            retry_s = 0.0 if self._failure is None else longer(retry_s)
+            self._wake.wait(min(retry_s or self._rescan_s, self._rescan_s))
             if self._closing.is_set():
                 return
 
@@ -134,13 +133,14 @@ class Scanner:
     def _scan(self) -> None:
         self._problems = 0
         try:
-            self._files.lstat(self._root)
+            self._files.lstat(f"{self._root}/.")
         except FileNotFoundError:
             # Unmounted, or moved: nothing of it can be read, and if it returns the next scan finds it.
             self._index.forget_all()
             raise
+        self._index.reconsider()
         fresh = [self._size_folder(number) for number in range(256)]
-        self._index.set_aside(prune(self._files, self._root))
+        self._aside.prune()
         for batch in self._batches(_newest_first(fresh)):
             for _, identity, file_bytes in batch:
                 self._index.count(identity, file_bytes)
@@ -149,7 +149,7 @@ class Scanner:
             self._breathe()
         if self._index.used_bytes > self._index.capacity_bytes:
             # The cap is smaller than what was set aside under an earlier one.
-            self._index.set_aside(prune(self._files, self._root, kept=0))
+            self._aside.prune(kept=0)
         with self._changed:
             self._sized = True
             self._failure = None
@@ -225,7 +225,9 @@ class Scanner:
                 self._examiner.examine(identity)
             except Damaged:
                 return  # set aside, and counted, by whoever found out
-            except FileNotFoundError:
+            except Unreadable as error:
+                self._problem(error)
+            except (FileNotFoundError, PermissionError):
                 raise  # not this file: the folder of all
             except OSError as error:
                 self._problem(error)

@@ -57,6 +57,11 @@ class WriteBehind:
         """Payload bytes that wait or are being written."""
         return self._bytes
 
+    @property
+    def queued_entries(self) -> int:
+        """Entries that wait or are being written."""
+        return len(self._keys)
+
     def abandoned(self) -> bool:
         """Whether `close` has given up waiting: what is being written must not be touched any more."""
         return self._abandoned

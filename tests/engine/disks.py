@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -77,14 +78,15 @@ class Clock:
 
 
 class Failing:
-    """One kind of operation fails while `error` is set."""
+    """One kind of operation fails while `error` is set, on the paths that are `matching`."""
 
-    def __init__(self, operation: str, error: int) -> None:
+    def __init__(self, operation: str, error: int, matching: str = "") -> None:
         self.operation = operation
         self.error = error
+        self.matching = matching
 
     def __call__(self, name: str, args: tuple[Any, ...]) -> None:
-        if self.error and name == self.operation:
+        if self.error and name == self.operation and self.matching in str(args[0]):
             raise os_error(self.error)
 
 
@@ -191,5 +193,20 @@ def run_in_a_small_disk(script: str, folder: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
     command = [*_UNSHARED, _MOUNT + 'exec "$1" -c "$2" "$0"', str(folder), sys.executable, script]
+    _run_to_the_right_end(command)
+
+
+def run_as_anybody(script: str, folder: Path) -> None:
+    """Run Python code, `folder` its first argument, in a process that modes of files hold for, as they do for anybody
+    but root; it ends by printing 'right'. Skips the test where that cannot be had."""
+    command = [sys.executable, "-c", script, str(folder)]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root cannot give up its privileges here")
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
+    _run_to_the_right_end(command)
+
+
+def _run_to_the_right_end(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr

@@ -7,6 +7,7 @@ import pytest
 
 from ec_p2p.engine.disk_index import DiskIndex
 from ec_p2p.engine.filed import HEADER_BYTES, Filed
+from ec_p2p.engine.gdsf import GDSF
 from ec_p2p.engine.policy import LRU
 from tests.engine.disks import identity
 
@@ -82,16 +83,71 @@ def test_a_victim_stays_away_until_its_file_is_gone(three: Index) -> None:
     assert index.used_bytes == 4 * FILE
 
 
-def test_a_victim_that_stays_counts_and_is_the_first_again(three: Index) -> None:
+def test_a_victim_that_nobody_tried_to_remove_counts_and_is_the_first_again(three: Index) -> None:
     index = three.index
-    assert index.reserve(2 * FILE) == [identity(0), identity(1)]
+    assert index.reserve(3 * FILE) == [identity(0), identity(1), identity(2)]
     index.removed(identity(0))
-    index.kept(identity(1))
-    index.settle(2 * FILE, None)
+    index.spared(identity(2))
+    index.spared(identity(1))
+    index.settle(3 * FILE, None)
     assert index.used_bytes == 2 * FILE
     assert index.find(identity(1)) is None
     assert index.state(identity(1)) == FILE
-    assert index.reserve(2 * FILE) == [identity(1)]
+    index.know(entry(3))
+    assert index.reserve(2 * FILE) == [identity(1), identity(2)]
+
+
+def test_a_victim_that_cannot_be_removed_counts_and_is_no_victim_for_now(three: Index) -> None:
+    index = three.index
+    assert index.reserve(FILE) == [identity(0)]
+    index.kept(identity(0))
+    index.settle(FILE, None)
+    assert index.used_bytes == 3 * FILE
+    assert index.find(identity(0)) is None
+    assert index.state(identity(0)) == FILE
+    assert index.reserve(3 * FILE) is None
+    assert index.reserve(FILE) == [identity(1)]
+    index.removed(identity(1))
+    index.settle(FILE, entry(3))
+    index.reconsider()
+    assert index.reserve(3 * FILE) == [identity(2), identity(0), identity(3)]  # among the last
+
+
+def test_a_victim_that_could_not_be_removed_and_then_went_is_as_any_other_when_it_returns(three: Index) -> None:
+    index = three.index
+    assert index.reserve(FILE) == [identity(0)]
+    index.kept(identity(0))
+    index.settle(FILE, None)
+    index.forget(identity(0), index.state(identity(0)))
+    index.count(identity(0), FILE)
+    assert index.reserve(FILE) == [identity(0)]
+
+
+def test_a_file_that_is_no_entry_counts(three: Index) -> None:
+    index = three.index
+    for number in (0, 1, 5):
+        seen = index.state(identity(number))
+        index.disown(identity(number), seen, FILE + number)
+        assert index.find(identity(number)) is None
+        assert index.state(identity(number)) == FILE + number
+        index.know(entry(number))
+        index.disown(identity(number), seen, FILE)  # overtaken by who has just written it
+        assert index.find(identity(number)) == entry(number)
+    assert three.told == [("lost", 0), ("filed", 0), ("lost", 1), ("filed", 1), ("filed", 5)]
+    assert index.used_bytes == 4 * FILE
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["new", "of an earlier life"])
+def test_a_file_that_is_written_counts_as_used_once(counted: bool) -> None:
+    """Under a policy that weighs how often an entry was used."""
+    index = DiskIndex(3 * FILE, GDSF(), None, None)
+    index.know(entry(0))
+    index.touched(identity(0))
+    if counted:
+        index.count(identity(1), FILE)
+    assert index.reserve(FILE) == []
+    index.settle(FILE, entry(1))
+    assert index.reserve(3 * FILE) == [identity(1), identity(0)]
 
 
 def test_room_is_made_wholly_or_not_at_all(three: Index) -> None:
@@ -125,6 +181,15 @@ def test_what_was_written_anew_is_the_last_to_go(three: Index) -> None:
     index.settle(FILE, Filed(identity(1), 1000, 1, 1000, "uint8"))  # as many bytes in another shape
     assert index.reserve(2 * FILE) == [identity(2)]
     assert three.told == [("lost", 0), ("lost", 1), ("filed", 1), ("lost", 2)]
+
+
+def test_what_is_found_and_recent_goes_last(three: Index) -> None:
+    index = three.index
+    index.count(identity(3), FILE, recent=True)
+    index.count(identity(4), FILE, recent=True)
+    index.know(entry(3))
+    assert index.excess(5) == [identity(0), identity(1)]
+    assert index.reserve(3 * FILE) == [identity(2), identity(3), identity(4)]
 
 
 def test_what_is_found_from_before_goes_first(three: Index) -> None:
@@ -170,7 +235,9 @@ def test_many_threads_keep_the_accounts() -> None:
                 if victims is None:
                     continue
                 for victim in victims:
-                    (index.removed if choice.random() < 0.9 else index.kept)(victim)
+                    choice.choices([index.removed, index.kept, index.spared], [8, 1, 1])[0](victim)
+                if choice.random() < 0.1:
+                    index.reconsider()
                 index.settle(filed.file_bytes, filed if choice.random() < 0.9 else None)
                 assert index.used_bytes >= 0
             lost = identity(choice.randrange(20))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ec_p2p.engine.disk import LocalDiskBackend
+from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES
 from tests.engine.disks import (
     FILE,
@@ -31,6 +31,7 @@ from tests.engine.disks import (
     identity,
     put,
     read,
+    run_as_anybody,
     run_in_a_small_disk,
     until,
 )
@@ -44,7 +45,7 @@ from tests.engine.disks import (
         ("pwritev", errno.ENOSPC),
         ("pwritev", errno.EDQUOT),
         ("pwritev", errno.EIO),
-        ("mkdir", errno.EACCES),
+        ("mkdir", errno.EMFILE),
         ("rename", errno.EROFS),
     ],
 )
@@ -160,7 +161,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize(("operation", "error"), [("preadv", errno.EIO), ("open", errno.EACCES), ("fstat", errno.EIO)])
+@pytest.mark.parametrize(("operation", "error"), [("preadv", errno.EIO), ("open", errno.EMFILE), ("fstat", errno.EIO)])
 def test_a_read_that_fails_is_a_miss_and_reads_pause(
     memory: Memory, tmp_path: Path, clock: Clock, operation: str, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,12 +172,16 @@ def test_a_read_that_fails_is_a_miss_and_reads_pause(
         assert read(disk, 1) is None
         assert gauge(disk, "disk_breaker", op="read") == 1
         disk_state.error = 0
-        assert read(disk, 1) is disk.look(identity(1)) is None  # not tried
+        assert read(disk, 1) is disk.look(identity(1)) is disk.find_readable(identity(1)) is None  # not tried
+        assert disk.find(identity(1)) is not None
+        assert disk.find_readable(identity(2)) is None  # refused or not: it is not there
         assert count(disk, "disk_errors", op="read", errno=errno.errorcode[error]) == 1
-        assert count(disk, "disk_reads", outcome="error") == 2
+        assert count(disk, "disk_reads", outcome="error") == 1
+        assert count(disk, "disk_reads_refused") == 3
         assert gauge(disk, "disk_breaker", op="write") == 0
         assert files_in(tmp_path) != []
         clock.now += 1
+        assert disk.find_readable(identity(1)) is not None  # else nobody would try
         assert read(disk, 1) == content(1, 2048)
         assert gauge(disk, "disk_breaker", op="read") == 0
     assert "a read failed" in caplog.text
@@ -210,6 +215,80 @@ def test_one_read_tries_whether_the_disk_is_well(memory: Memory, tmp_path: Path,
         trial.join()
         assert found == [content(1, 2048)]
         assert read(disk, 1) == content(1, 2048)
+
+
+ONE_PATH = """
+import errno, sys
+from pathlib import Path
+from tests.engine.disks import *
+
+folder = Path(sys.argv[1])
+memory = Memory()
+disk = LocalDiskBackend(str(folder))
+for number in range(7):
+    memory.store(disk, number)
+file_of(folder, 1).chmod(0)
+file_of(folder, 2).parent.chmod(0)
+file_of(folder, 3).parent.rename(folder / "3")
+file_of(folder, 3).parent.touch()
+file_of(folder, 4).parent.rename(folder / "4")
+file_of(folder, 4).parent.symlink_to(file_of(folder, 4).parent)
+for number in (1, 2, 3, 4):
+    assert read(disk, number) is disk.find(identity(number)) is None
+    assert gauge(disk, "disk_breaker", op="read") == 0
+    assert count(disk, "disk_reads", outcome="miss") == number
+assert count(disk, "disk_errors", op="read", errno="EACCES") == 2
+assert count(disk, "disk_errors", op="read", errno="ENOTDIR") == 1
+assert count(disk, "disk_damaged") == 1  # a link in the place of a file, or on the way to it
+assert gauge(disk, "disk_bytes", kind="used") == 5 * FILE  # what may be there counts
+assert read(disk, 5) == content(5, 2048)
+
+assert memory.offer(disk, 2) and disk.flush(30)  # into a folder that is closed to us
+assert memory.offer(disk, 3) and disk.flush(30)
+assert gauge(disk, "disk_breaker", op="write") == 0
+assert count(disk, "disk_errors", op="write", errno="EACCES") == 1
+assert count(disk, "disk_errors", op="write", errno="ENOTDIR") == 1
+memory.store(disk, 1)  # where a file is that we may not read, but may replace
+assert read(disk, 1) == content(1, 2048)
+
+(folder / LAYOUT).chmod(0)
+assert read(disk, 5) is None
+assert gauge(disk, "disk_breaker", op="read") == 1
+assert disk.find(identity(5)) is not None
+assert memory.offer(disk, 7) and disk.flush(30)
+assert gauge(disk, "disk_breaker", op="write") == 1
+(folder / LAYOUT).chmod(0o755)
+until(lambda: read(disk, 5) == content(5, 2048))
+until(lambda: memory.offer(disk, 7) and disk.flush(30) and disk.find(identity(7)))
+assert gauge(disk, "disk_breaker", op="read") == gauge(disk, "disk_breaker", op="write") == 0
+(folder / LAYOUT).chmod(0o555)
+assert memory.offer(disk, 8) and disk.flush(30)  # its folder cannot be made
+assert gauge(disk, "disk_breaker", op="write") == 1
+assert read(disk, 5) == content(5, 2048)
+(folder / LAYOUT).chmod(0o755)
+file_of(folder, 2).parent.chmod(0o755)
+disk.close()
+memory.close()
+print("right")
+"""
+
+
+def test_what_is_closed_to_us_is_one_paths_trouble_unless_it_is_the_folder_of_all(tmp_path: Path) -> None:
+    run_as_anybody(ONE_PATH, tmp_path)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE])
+def test_a_path_that_is_refused_while_the_folder_is_too_is_a_failure(
+    memory: Memory, tmp_path: Path, clock: Clock, error: int
+) -> None:
+    states = [Failing("open", 0), Failing("lstat", 0, f"{LAYOUT}/.")]
+    with LocalDiskBackend(str(tmp_path), files=Sick(lambda *what: [state(*what) for state in states])) as disk:
+        memory.store(disk, 1)
+        for state in states:
+            state.error = error
+        assert read(disk, 1) is None
+        assert gauge(disk, "disk_breaker", op="read") == 1
+        assert disk.find(identity(1)) is not None
 
 
 def test_no_recency_is_no_failure(memory: Memory, tmp_path: Path) -> None:

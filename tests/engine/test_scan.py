@@ -301,7 +301,7 @@ def test_a_vanished_folder_loses_all_and_gives_it_back(memory: Memory, tmp_path:
 
 
 def test_a_folder_that_vanishes_during_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ec_p2p.engine.scan.RETRY_S", SOON_S)
+    monkeypatch.setattr("ec_p2p.engine.scan.longer", lambda delay_s: SOON_S)
     folder, away = tmp_path / "disk", tmp_path / "away"
     for number in range(3):
         put(folder, number)
@@ -318,12 +318,12 @@ def test_a_folder_that_vanishes_during_a_scan(tmp_path: Path, monkeypatch: pytes
 def test_nothing_is_written_where_nothing_could_be_sized(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_p2p.engine.scan.RETRY_S", SOON_S)
+    monkeypatch.setattr("ec_p2p.engine.scan.longer", lambda delay_s: SOON_S)
     sick = threading.Event()
     sick.set()
 
     def before(name: str, args: Any) -> None:
-        if sick.is_set() and name == "lstat" and args[0].endswith(LAYOUT):
+        if sick.is_set() and name == "lstat" and args[0].endswith(f"{LAYOUT}/."):
             raise os_error(errno.EIO)
 
     with LocalDiskBackend(str(tmp_path), files=Sick(before)) as disk:
