@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +11,7 @@ from ec_p2p.cli import build_parser
 from ec_p2p.cli.node import read_settings
 from ec_p2p.config import KINDS, Config, make_config
 from ec_p2p.node.spawn import node_command
-
-
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`ec-p2p` with these arguments, and of LMCache's variables only these."""
-    clean = {name: value for name, value in os.environ.items() if not name.upper().startswith("LMCACHE_")}
-    command = [sys.executable, "-m", "ec_p2p.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**clean, **environ})
+from tests.cli.commands import run
 
 
 @pytest.fixture

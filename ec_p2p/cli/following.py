@@ -1,0 +1,111 @@
+"""How a command comes to know what the directories know: it follows them, as a node does, for as long as it runs.
+
+Owns the ZMQ context and the view of the directories. It announces nothing: no directory, and no node, knows of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import time
+from typing import Any
+
+import zmq
+
+from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
+from ec_p2p.config import Config, ConfigError
+from ec_p2p.config_sources import explain_ec_engine_config
+from ec_p2p.control.sockets import Context
+from ec_p2p.control.view import View
+
+_OTHERS_S = 1.0
+"""Once one directory is followed, the others are waited for at most this much longer."""
+_TURN_S = 0.1
+
+
+class NoDirectory(Exception):
+    """No directory answers. The text names those that were asked."""
+
+
+def add_following_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which directories, and how long to wait for them."""
+    add_arguments(parser)
+    parser.add_argument(
+        "--directory",
+        action="append",
+        default=[],
+        metavar="ENDPOINT",
+        help="a directory, such as tcp://10.0.0.1:14579; may be given several times (default: as configured)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="wait so long for them (default: %(default)s)"
+    )
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The configuration, from all sources. Raises ConfigError. What is logged from now on goes to stderr."""
+    logging.basicConfig(level=logging.WARNING, format=f"ec-p2p {args.command}: %(message)s", stream=sys.stderr)
+    if not 0 < args.timeout < math.inf:
+        raise ConfigError(f"--timeout={args.timeout!r}; accepted: a positive number of seconds")
+    settings = settings_of(args)
+    if args.directory:
+        settings["directory"] = args.directory
+    return explain_ec_engine_config(settings, origin=ORIGIN).config
+
+
+class Following:
+    """Follows all directories of `config`. One thread's; ends with `close`."""
+
+    def __init__(self, config: Config) -> None:
+        self._context: Context = zmq.Context()
+        self.view = View(self._context, config.directories, node_timeout_s=config.node_timeout_s)
+        self._poller = zmq.Poller()
+        for socket in self.view.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.view.close()
+        self._context.term()
+
+    def listen_to(self, descriptor: int) -> None:
+        """Also wake up, in `turn`, for this one."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def turn(self, longest_s: float) -> set[Any]:
+        """Wait for news of the directories, at most so long, and take it in. Returns what could be read."""
+        wait_s = min(longest_s, self.view.tick(time.monotonic()))
+        ready = {target for target, _ in self._poller.poll(math.ceil(max(0.0, wait_s) * 1000))}
+        for socket in self.view.sockets:
+            if socket in ready:
+                self.view.on_readable(socket)
+        return ready
+
+    def catch_up(self, timeout_s: float) -> list[str]:
+        """Return once the view is what the directories know; then the endpoints of those that do not answer.
+
+        Waits `timeout_s` for the first, and less for the others. Raises NoDirectory when there is none.
+        """
+        deadline = time.monotonic() + timeout_s
+        answered: set[str] = set()
+        while (now := time.monotonic()) < deadline:
+            answered |= {replica.endpoint for replica in self.view.replicas if replica.position is not None}
+            if all(replica.fresh for replica in self.view.replicas):
+                return []
+            if self.view.fresh:
+                deadline = min(deadline, now + _OTHERS_S)
+            self.turn(min(_TURN_S, deadline - now))
+        silent = [replica.endpoint for replica in self.view.replicas if not replica.fresh]
+        if not self.view.fresh:
+            if not answered:
+                raise NoDirectory(f"no directory answered within {timeout_s:g} s at {', '.join(silent)}")
+            endpoints = ", ".join(sorted(answered))
+            raise NoDirectory(f"what {endpoints} publishes did not arrive within {timeout_s:g} s: is that port open?")
+        return silent
