@@ -16,15 +16,18 @@ class Encodings:
     def begin(self, identity: bytes, instance: str, now: float) -> None:
         self._until[identity] = (instance, now + ENCODE_LIFETIME_S)
 
-    def end(self, identity: bytes) -> bool:
-        """Whether it had been announced."""
-        return self._until.pop(identity, None) is not None
+    def end(self, identity: bytes) -> None:
+        self._until.pop(identity, None)
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._until
 
     def of(self, instance: str) -> list[bytes]:
         return [identity for identity, (owner, _) in self._until.items() if owner == instance]
+
+    def by(self, identity: bytes, instance: str) -> bool:
+        found = self._until.get(identity)
+        return found is not None and found[0] == instance
 
     def by_another(self, identity: bytes, instance: str) -> bool:
         """Whether an instance other than this one is computing it: nobody waits for itself."""

@@ -3,11 +3,11 @@
 Owns every transfer in flight and the landing memory it may still write into. It must never hand out bytes that were
 not validated, nor free memory that a library may still write into. One fetch per identity, however many wait for it.
 
-    WAITING_MEMORY --arena has room--> CONNECTING
+    NEXT_HOLDER --arena has room--> CONNECTING, --has none--> WAITING_MEMORY --some was freed--> CONNECTING
     CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same generation and identity--> (landed)
     CONNECTING --only on the holder's disk--> STAGING --the holder answers where it is--> CONNECTING
-    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> CONNECTING with the next holder,
-    or (failed)
+    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> NEXT_HOLDER, or (failed)
+    WAITING_MEMORY --nobody wants it any more, or nobody as late as this--> (failed)
 
 The record of the extent is read only after its payload has arrived. The holder invalidates the record before it lets
 the extent be written again, so an unchanged record proves that the payload was whole all the time it was being read.
@@ -17,14 +17,16 @@ The record lands right behind the payload, in the same extent: they live, and ar
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
-from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
 
@@ -77,13 +79,13 @@ class Fetch:
 class Fetches:
     """All fetches of one node. Used by the node's loop only; `progress` never blocks.
 
-    `on_landed(entry, fetch)` and `on_failed(identity, reason)` may be called from `start` and from `progress`.
+    Each fetch ends with one call of `on_landed(entry, fetch)` or `on_failed(identity, reason)`, never within `start`.
     `still_wanted` tells whether anybody waits: a fetch that only waits for memory is dropped when nobody does.
     """
 
     def __init__(
         self,
-        backend: LocalCPUBackend,
+        memory: Memory,
         arena: memoryview,
         transport: Transport,
         peers: Peers,
@@ -93,7 +95,7 @@ class Fetches:
         on_failed: Callable[[bytes, str], None],
         still_wanted: Callable[[bytes], bool],
     ) -> None:
-        self._backend = backend
+        self._memory = memory
         self._arena = arena
         self._transport = transport
         self._peers = peers
@@ -103,8 +105,8 @@ class Fetches:
         self._on_failed = on_failed
         self._still_wanted = still_wanted
         self._fetches: dict[bytes, Fetch] = {}
+        self._started: deque[Fetch] = deque()
         self._quarantine: list[tuple[Reading, Extent]] = []
-        self._memory_freed = False
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._fetches
@@ -130,29 +132,20 @@ class Fetches:
         )
 
     @property
-    def memory_pending(self) -> bool:
-        """Memory was freed that fetches may be waiting for."""
-        return self._memory_freed
-
-    @property
     def quarantined_bytes(self) -> int:
         return sum(extent.nbytes for _, extent in self._quarantine)
 
     def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
-        """Begin to fetch an entry that some nodes advertise, in memory or on disk. There must be no fetch of it, and
-        a holder."""
+        """Have an entry fetched that some nodes advertise, in memory or on disk, from the next `turn` on. There must be
+        no fetch of it, and a holder."""
         fetch = Fetch(identity, list(holders), now, give_up_at)
         self._fetches[identity] = fetch
-        self._drive(fetch, now)
+        self._started.append(fetch)
 
     def extend(self, identity: bytes, give_up_at: float) -> None:
         """Somebody who joins a running fetch may be more patient than those before."""
         fetch = self._fetches[identity]
         fetch.give_up_at = max(fetch.give_up_at, give_up_at)
-
-    def memory_freed(self) -> None:
-        """Memory may have become free or evictable: fetches that wait for some try again at the next `progress`."""
-        self._memory_freed = True
 
     def peer_ready(self, peer: Peer, now: float) -> None:
         for fetch in list(self._fetches.values()):
@@ -182,16 +175,21 @@ class Fetches:
                 self._failed_holder(fetch, "gone", now)
                 self._drive(fetch, now)
 
+    def turn(self, now: float) -> None:
+        """Begin what was started, and look after what is in flight."""
+        for _ in range(len(self._started)):
+            self._drive(self._started.popleft(), now)
+        if self.transfers:
+            self.progress(now)
+
     def progress(self, now: float) -> None:
-        memory_freed, self._memory_freed = self._memory_freed, False
+        """Look after everything, and end what has taken too long."""
         for fetch in list(self._fetches.values()):
             if fetch.reading is not None:
                 self._poll(fetch, now)
             elif fetch.stage is Stage.WAITING_MEMORY:
                 if not self._still_wanted(fetch.identity) or now >= fetch.give_up_at:
                     self._fail(fetch, "no_memory")
-                elif memory_freed:
-                    self._allocate(fetch, now)
             elif fetch.stage is Stage.CONNECTING and now >= fetch.stage_deadline:
                 self._failed_holder(fetch, "connect_timeout", now)
             elif fetch.stage is Stage.STAGING and now >= fetch.stage_deadline:
@@ -201,8 +199,10 @@ class Fetches:
             self._quarantine = [held for held in self._quarantine if not self._settled(*held)]
 
     def deadlines(self) -> Iterable[float]:
-        """When `progress` must run even if nothing is heard. Transfers are not listed: they are looked after all the
-        time."""
+        """When there is something to do even if nothing is heard. Transfers are not listed: they are looked after all
+        the time."""
+        if self._started:
+            yield 0.0
         for fetch in self._fetches.values():
             if fetch.stage is Stage.WAITING_MEMORY:
                 yield fetch.give_up_at
@@ -230,20 +230,29 @@ class Fetches:
     def _allocate(self, fetch: Fetch, now: float) -> None:
         needed = landing_bytes(fetch.advert.nbytes)
         if fetch.extent is not None and fetch.extent.nbytes < needed:
-            self._release(fetch.extent)
+            self._memory.release(fetch.extent)
             fetch.extent = None
         if fetch.extent is None:
             try:
-                fetch.extent = self._backend.reserve(needed)
+                fetch.extent = self._memory.reserve(needed)
             except TooLarge:
                 self._fail(fetch, "too_large")
                 return
             except OutOfMemory:
                 fetch.stage = Stage.WAITING_MEMORY
+                self._memory.wait(fetch, lambda now: self._memory_freed(fetch, now))
                 return
+        self._memory.leave(fetch)
         fetch.stage = Stage.CONNECTING
         fetch.stage_deadline = now + self._read_timeout_s
         self._connect(fetch, now)
+
+    def _memory_freed(self, fetch: Fetch, now: float) -> None:
+        if self._still_wanted(fetch.identity):
+            self._allocate(fetch, now)
+            self._drive(fetch, now)
+        else:
+            self._fail(fetch, "no_memory")
 
     def _connect(self, fetch: Fetch, now: float) -> None:
         peer, advert = self._peers.get(fetch.source.incarnation), fetch.advert
@@ -252,8 +261,13 @@ class Fetches:
         if peer.state is PeerState.UNUSABLE:
             self._failed_holder(fetch, "unusable", now)
         elif advert.state == EntryState.DISK:
-            if peer.state is PeerState.READY and self._peers.stage(peer, fetch.identity):
+            if peer.state is not PeerState.READY:
+                return  # asked for its card: wait for `peer_ready`
+            if self._peers.stage(peer, fetch.identity):
                 fetch.stage = Stage.STAGING
+                fetch.stage_deadline = now + self._read_timeout_s
+            else:
+                self._failed_holder(fetch, "not_asked", now)
         elif peer.covers(advert.offset, advert.nbytes) and peer.covers(advert.record, RECORD_BYTES):
             self._post(fetch, Stage.PAYLOAD, now)
         else:
@@ -307,7 +321,7 @@ class Fetches:
             self._failed_holder(fetch, "changed", now)
             return
         try:
-            entry = self._backend.publish(
+            entry = self._memory.publish(
                 fetch.extent, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype
             )
         except ValueError as error:
@@ -330,8 +344,9 @@ class Fetches:
             fetch.stage = Stage.NEXT_HOLDER
 
     def _fail(self, fetch: Fetch, reason: str) -> None:
+        self._memory.leave(fetch)
         self._drop_landing(fetch)
-        self._fetches.pop(fetch.identity, None)
+        del self._fetches[fetch.identity]
         self._on_failed(fetch.identity, reason)
 
     def _drop_landing(self, fetch: Fetch) -> None:
@@ -341,7 +356,7 @@ class Fetches:
         if extent is None:
             return
         if reading is None:
-            self._release(extent)
+            self._memory.release(extent)
             return
         if self._settled(reading, extent):
             return
@@ -352,12 +367,8 @@ class Fetches:
         reading.poll()
         if not reading.release():
             return False
-        self._release(extent)
+        self._memory.release(extent)
         return True
-
-    def _release(self, extent: Extent) -> None:
-        self._backend.release(extent)
-        self._memory_freed = True
 
 
 def _layout(advert: Advert) -> tuple[int, int, int, str]:

@@ -59,17 +59,27 @@ class Mailbox:
 
 
 class Helpers:
-    """`count` threads that do blocking calls one after the other. Daemons: a disk that hangs keeps nothing alive."""
+    """`count` threads for blocking calls, used by the loop. Daemons: a disk that hangs keeps nothing alive."""
 
     def __init__(self, mailbox: Mailbox, count: int, name: str) -> None:
         self._mailbox = mailbox
+        self.idle = count
+        """Threads that would take a job at once."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: Callable[[], T], done: Callable[[T | None], None]) -> None:
-        """Call `job` on a thread, then `done` with its result on the loop; with None where it raised."""
+        """Call `job` on an idle thread, now, then `done` with its result on the loop; with None where it raised.
+
+        There is no queue: who waits for a thread would not know when its job begins, and so not when it is late."""
+        assert self.idle, "no thread is idle"
+        self.idle -= 1
+
+        def back(result: T | None) -> None:
+            self.idle += 1
+            done(result)
 
         def work() -> None:
             result: T | None = None
@@ -77,7 +87,7 @@ class Helpers:
                 result = job()
             except Exception:
                 logger.exception("a call left to a thread failed")
-            self._mailbox.post(lambda: done(result))
+            self._mailbox.post(lambda: back(result))
 
         self._jobs.put(work)
 

@@ -21,6 +21,7 @@ from ec_p2p.engine.tally import Tally
 from ec_p2p.node.adverts import on_disk, pending, resident
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
+from ec_p2p.node.memory import Memory
 from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
 from ec_p2p.node.sessions import Session, Sessions
 
@@ -28,25 +29,27 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """Used by the node's loop only. `on_disk(identity)` tells what is known to be on disk. `on_freed()` is called
-    when a window's rest is free again, `on_change(identity)` when an entry was stored or its encode given up."""
+    """Used by the node's loop only. `on_disk(identity)` tells what is known to be on disk. `on_stored(entry)` is called
+    when an entry was stored, `on_change(identity)` when it was found on disk, or its encode given up."""
 
     def __init__(
         self,
         backend: LocalCPUBackend,
+        memory: Memory,
         sessions: Sessions,
         links: DirectoryLinks,
         counters: Tally,
         on_disk: Callable[[bytes], Filed | None],
-        on_freed: Callable[[], None],
+        on_stored: Callable[[Entry], None],
         on_change: Callable[[bytes], None],
     ) -> None:
         self._backend = backend
+        self._memory = memory
         self._sessions = sessions
         self._links = links
         self._counters = counters
         self._on_disk = on_disk
-        self._on_freed = on_freed
+        self._on_stored = on_stored
         self._on_change = on_change
         self._encodings = Encodings()
         self._ids = itertools.count(1)
@@ -55,7 +58,7 @@ class Saving:
 
     def open_window(self, session: Session, message: OpenWindow) -> None:
         try:
-            extent = self._backend.reserve(message.nbytes)
+            extent = self._memory.reserve(message.nbytes)
         except (TooLarge, OutOfMemory, ValueError) as error:
             self._counters.add("windows_refused")
             self._sessions.send(session, NoWindow(message.request, f"{type(error).__name__}: {error}"))
@@ -67,8 +70,7 @@ class Saving:
     def close_window(self, session: Session, window: int) -> None:
         extent: Extent | None = session.windows.pop(window, None)
         if extent is not None:
-            self._backend.release(extent)
-            self._on_freed()
+            self._memory.release(extent)
 
     def session_gone(self, session: Session) -> None:
         """Free its windows, and give up what its instance was about to encode: whoever waits for that waits in vain."""
@@ -81,12 +83,14 @@ class Saving:
     # -------------------------------------------------------- entries
 
     def commit(self, session: Session, commit: Commit) -> None:
-        """Make an entry of bytes in the session's window. A commit that cannot be true is counted and ignored."""
+        """Make an entry of bytes in the session's window. A commit that cannot be true is counted, and is none: there
+        will be no entry to wait for."""
         try:
             entry = self._publish(session, commit)
         except (ValueError, KeyError, OutOfMemory) as error:
             self._counters.add("bad_commits")
             logger.warning("commit of %s refused: %s", session.attach.instance, error)
+            self._no_entry(session, SaveSkipped("error", commit.identity))
             return
         self._counters.add("saves")
         self._counters.add("saved_bytes", entry.nbytes)
@@ -94,13 +98,15 @@ class Saving:
         self.advertise(entry)
         for scheduler in self._sessions.schedulers_of(session.attach.instance):
             self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
-        self._on_change(entry.identity)
-        self._on_freed()  # from now on it may be evicted
+        self._on_stored(entry)
 
     def skipped(self, session: Session, message: SaveSkipped) -> None:
         """A worker could not save an output: there will be no entry to wait for."""
         self._counters.add("saves_skipped", reason=message.reason)
-        if self._encodings.end(message.identity):
+        self._no_entry(session, message)
+
+    def _no_entry(self, session: Session, message: SaveSkipped) -> None:
+        if self._encodings.by(message.identity, session.attach.instance):
             self._give_up(message.identity)
         for scheduler in self._sessions.schedulers_of(session.attach.instance):
             self._sessions.send(scheduler, message)
@@ -113,7 +119,7 @@ class Saving:
         # still write to it.
         check(commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
         piece = self._backend.carve(extent, commit.offset - extent.offset, commit.nbytes)
-        return self._backend.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
+        return self._memory.publish(piece, commit.identity, commit.nbytes, commit.rows, commit.dim, commit.dtype)
 
     # -------------------------------------------------------- what the fleet is told
 

@@ -65,8 +65,9 @@ class Sessions:
     """All clients of one node. Driven by the node's loop: `poll_targets` say what to watch, `on_ready` what became
     readable.
 
-    `on_message(session, message)` and `on_closed(session)` are called from `on_ready`. Raises AlreadyRunning when the
-    name is taken.
+    `on_message(session, message)` and `on_closed(session)` are called from `on_ready`, the latter from `dismiss` too.
+    The constructor raises AlreadyRunning when the name is taken; `on_ready` raises OSError when nobody can be let in,
+    since no descriptor is left: who wants in stays in line.
     """
 
     def __init__(
@@ -154,12 +155,18 @@ class Sessions:
                 logger.debug("a message to %s/%d is not sent: %s", session.attach.kind, session.sid, error)
             session.unsent.popleft()
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """End every session, so that no client waits for this node any more. Its name stays taken: whoever connects is
+        not answered, and not told that there is no node."""
         for session in self.all():
             self._end(session)
         for sock, _ in self._newcomers.values():
             sock.close()
         self._newcomers.clear()
+
+    def close(self) -> None:
+        """`dismiss`, and give up the name."""
+        self.dismiss()
         self._listener.close()
         if self._path:
             _unlink(self._path)
@@ -197,7 +204,7 @@ class Sessions:
     def _accept(self) -> bool:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
             return False
         sock.setblocking(False)
         if len(self._by_fd) + len(self._newcomers) >= _MAX_SESSIONS or not self._trusted(sock):

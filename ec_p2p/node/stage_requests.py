@@ -1,7 +1,7 @@
 """Entries that other nodes want staged here, because they can read this node's arena but not its disk.
 
 Owns who waits for which entry. It must never read: it asks `Staging`, and answers each request once per entry, with the
-entry's new advert or with None.
+entry's new advert, by whatever way it came into the arena, or with None.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class StageRequests:
         self._answer = answer
         self._routes: dict[bytes, set[bytes]] = defaultdict(set)
         self._waiting = 0
+
+    def wanted(self, identity: bytes) -> bool:
+        """Whether a peer waits for it."""
+        return identity in self._routes
 
     def ask(self, route: bytes, identities: Iterable[bytes], now: float) -> None:
         """A peer wants these entries in the arena."""

@@ -1,22 +1,24 @@
 """Wants: requests of this host's instances for entries, until each item is answered.
 
 Owns who waits for what. It must never move bytes: it asks `Sources` what is where and tells `Staging` and `Fetches` to
-start. An item is answered exactly once, by Landed (with a lease) or by Missing (with one of MISSING_REASONS). Where an
-entry may be is tried in this order:
+start, none of which ends before it has come back. An item is answered exactly once, by Landed (with a lease) or by
+Missing (with one of MISSING_REASONS). Where an entry may be is tried in this order:
 
     NEW --in the arena, right rows--> LANDED
-    NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable--> NEW, but for this
-    NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then MISSING
-    NEW --this host has a folder that others may write to--> LOOKING --looked--> NEW, but for this
+    NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable, late--> NEW, but for this
+    NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then HOPELESS
+    NEW, HOPELESS --this host has a folder that others may write to--> LOOKING --looked--> as before, but for this
     NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
-    NEW --nothing of the kind--> MISSING
-    any --deadline--> MISSING
+    NEW, HOPELESS --nothing of the kind--> MISSING
+    any --deadline, no room for it--> MISSING
+
+HOPELESS is NEW without the fetches that it would start, and without the waiting for more of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -45,10 +47,14 @@ class Sources(Protocol):
         ...
 
 
+_FETCHES = 2
+"""How many fetches of an item may fail: the holders that the first tried may be outdated."""
+
+
 class Waiting:
     """One want with unanswered items."""
 
-    __slots__ = ("deadline", "expect_until", "expecting", "looked", "open", "retried", "session", "staged", "want")
+    __slots__ = ("deadline", "expect_until", "expecting", "failures", "looked", "open", "session", "staged", "want")
 
     def __init__(self, session: Session, want: Want, now: float) -> None:
         self.session = session
@@ -59,7 +65,7 @@ class Waiting:
         self.open = set(range(len(want.items)))
         self.staged: set[int] = set()
         self.looked: set[int] = set()
-        self.retried: set[int] = set()
+        self.failures: Counter[int] = Counter()
 
 
 class Wants:
@@ -94,6 +100,8 @@ class Wants:
 
     def start(self, session: Session, want: Want, now: float) -> None:
         """Answer what can be answered at once; keep the rest until it lands, fails or is late."""
+        if (session.sid, want.want) in self._waiting:
+            self.forget(session, want.want)  # an id that is used twice: its items must not be taken for the new ones
         waiting = Waiting(session, want, now)
         self._waiting[session.sid, want.want] = waiting
         if not self._readers_ready(session, want.readers):
@@ -135,11 +143,13 @@ class Wants:
             self._retire(waiting)
 
     def failed(self, identity: bytes, reason: str, now: float) -> None:
-        """A fetch has failed. The holders it tried may be outdated: look once more before giving up."""
+        """A fetch has failed: by its holders, which leaves other ways, or for good."""
         for waiting, index in self._waiters(identity):
-            if reason == "failed" and index not in waiting.retried:
-                waiting.retried.add(index)
-                self._try(waiting, index, now, otherwise="failed")
+            if reason == "failed":
+                waiting.failures[index] += 1
+                if waiting.failures[index] == _FETCHES:
+                    waiting.looked.discard(index)  # a holder may have written it there since the look before the fetch
+                self._try(waiting, index, now)
             else:
                 self._missing(waiting, index, reason)
             self._retire(waiting)
@@ -199,9 +209,7 @@ class Wants:
             return landing_bytes(advert.nbytes)
         return 0
 
-    def _try(self, waiting: Waiting, index: int, now: float, otherwise: str = "no_source") -> None:
-        if index not in waiting.open:
-            return  # answered by a fetch that another item, or another want, has started and that ended at once
+    def _try(self, waiting: Waiting, index: int, now: float) -> None:
         item = waiting.want.items[index]
         entry = self._backend.get(item.identity)
         if entry is not None:
@@ -213,45 +221,40 @@ class Wants:
             return
         if self._bring_from_disk(waiting, index, now):
             return
-        if not waiting.want.local_only:
+        hopeless = waiting.failures[index] >= _FETCHES
+        if not waiting.want.local_only and not hopeless:
             holders = self._sources.holders(item.identity)
             fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
             if fitting:
-                # Indexed first: a fetch may end inside `start`, and whoever waits is found through the index.
-                self._by_identity[item.identity].add(((waiting.session.sid, waiting.want.want), index))
                 self._fetches.start(item.identity, fitting, now, waiting.deadline)
                 return
             if holders:
                 self._missing(waiting, index, "rows")
                 return
-        if self._look_into_the_folder(waiting, index, now):
+        if self._look_into_the_folder(waiting, index):
             return
-        if self._being_encoded(waiting, item.identity):
+        if not hopeless and (waiting.expecting or self._being_encoded(waiting, item.identity)):
             return
-        if waiting.expecting:
-            return
-        self._missing(waiting, index, otherwise)
+        self._missing(waiting, index, "failed" if waiting.failures[index] else "no_source")
 
     def _bring_from_disk(self, waiting: Waiting, index: int, now: float) -> bool:
         """Whether the item is on its way from this host's disk; once per item, since what was unreadable stays so."""
         identity = waiting.want.items[index].identity
         if index in waiting.staged and identity not in self._staging:
             return False
-        # Indexed first: it may end inside `bring`, and whoever waits is found through the index.
-        self._by_identity[identity].add(((waiting.session.sid, waiting.want.want), index))
         if not self._staging.bring(identity, now, waiting.deadline):
             return False
         waiting.staged.add(index)
         return True
 
-    def _look_into_the_folder(self, waiting: Waiting, index: int, now: float) -> bool:
+    def _look_into_the_folder(self, waiting: Waiting, index: int) -> bool:
         """Whether the item waits for a look at what others may have written; one look per item."""
         if not self._staging.can_look:
             return False
         identity = waiting.want.items[index].identity
         if index not in waiting.looked:
             waiting.looked.add(index)
-            self._staging.look(identity, now)
+            self._staging.look(identity)
         return self._staging.looking(identity)
 
     def _being_encoded(self, waiting: Waiting, identity: bytes) -> bool:

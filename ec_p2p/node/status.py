@@ -1,0 +1,92 @@
+"""What a node tells of itself: to a client that attaches, to a tool that inspects it, and at /metrics.
+
+Owns nothing: it asks the parts. It must never change what it looks at, and is called by the thread that serves
+/metrics, too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ec_p2p.config import Config
+from ec_p2p.control.messages import NodeInfo
+from ec_p2p.engine.storage import StorageManager
+from ec_p2p.engine.tally import Series, Tally
+from ec_p2p.node.counters import flat
+from ec_p2p.node.directory_links import DirectoryLinks
+from ec_p2p.node.fetch import Fetches
+from ec_p2p.node.leases import Leases
+from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attached, Inspection
+from ec_p2p.node.peers import Peers
+from ec_p2p.node.sessions import Sessions
+from ec_p2p.node.staging import Staging
+from ec_p2p.node.wants import Wants
+from ec_p2p.transport import Transport
+
+
+@dataclass(slots=True)
+class Status:
+    """The parts of one node that have something to tell."""
+
+    config: Config
+    info: NodeInfo
+    transport: Transport
+    storage: StorageManager
+    counters: Tally
+    sessions: Sessions
+    leases: Leases
+    wants: Wants
+    fetches: Fetches
+    staging: Staging
+    peers: Peers
+    links: DirectoryLinks
+    metrics_port: int = 0
+    """Where /metrics is, once it is served."""
+
+    def attached(self) -> Attached:
+        return Attached(
+            CLIENT_PROTOCOL_VERSION,
+            self.info.incarnation,
+            self.config.name,
+            self.storage.arena.nbytes,
+            self.storage.arena.slab_bytes,
+            self.storage.cpu.largest_entry,
+            self.metrics_port,
+        )
+
+    def inspection(self, token: int) -> Inspection:
+        node = {
+            "incarnation": self.info.incarnation.hex(),
+            "name": self.config.name,
+            "address": self.info.address,
+            "transport": self.transport.kind,
+            "metrics_port": str(self.metrics_port),
+            "directory": ",".join(self.config.directories),
+            "pid": str(os.getpid()),
+        }
+        return Inspection(token, node, flat(self.counts()), flat(self.gauges()), self.peers.names())
+
+    def counts(self) -> dict[Series, float]:
+        """What has happened so far."""
+        return self.counters.values() | self.storage.counts()
+
+    def gauges(self) -> dict[Series, float]:
+        """What is the case now."""
+        info = {
+            "name": self.config.name,
+            "incarnation": self.info.incarnation.hex(),
+            "transport": self.transport.kind,
+        }
+        return {
+            **self.storage.gauges(),
+            ("sessions", ()): len(self.sessions),
+            ("leases", ()): len(self.leases),
+            ("wants_waiting", ()): len(self.wants),
+            ("fetches_in_flight", ()): len(self.fetches),
+            ("stagings_in_flight", ()): len(self.staging),
+            ("quarantined_bytes", ()): self.fetches.quarantined_bytes,
+            ("peers_ready", ()): self.peers.ready_count(),
+            ("directory_connected", ()): self.links.connected,
+            ("info", tuple(info.items())): 1,
+        }
