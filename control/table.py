@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
+
+
+# gc=False: the garbage collector then does not visit a dictionary of them either, however large.
+class _Holder(msgspec.Struct, frozen=True, gc=False):
+    """Who holds an entry. As a value of the index it is the first that appeared, with those that came after it."""
+
+    node: NodeInfo
+    advert: Advert
+    others: tuple[_Holder, ...] = ()
 
 
 class Table:
@@ -20,25 +31,30 @@ class Table:
         self._on_node = on_node
         self._nodes: dict[bytes, NodeInfo] = {}
         self._places: dict[tuple[str, str], bytes] = {}
-        self._adverts: dict[bytes, dict[bytes, Advert]] = {}
+        self._held: dict[bytes, dict[bytes, _Holder]] = {}
         self._instances: dict[bytes, list[InstanceInfo]] = {}
-        # Tuples, so that the lookup copies nothing it must not and the collector need not visit a million of them.
-        self._holders: dict[bytes, tuple[tuple[NodeInfo, Advert], ...]] = {}
+        # Memory is what a lookup waits for, so all it needs hangs on one entry of one dictionary.
+        self._index: dict[bytes, _Holder] = {}
 
     def __len__(self) -> int:
         """Adverts of all nodes."""
-        return sum(map(len, self._adverts.values()))
+        return sum(map(len, self._held.values()))
 
     def lookup(self, identity: bytes) -> list[tuple[NodeInfo, Advert]]:
-        """Holders of an entry, in the order they appeared."""
-        return list(self._holders.get(identity, ()))
+        """Holders of an entry, in the order in which their adverts came."""
+        first = self._index.get(identity)
+        if first is None:
+            return []
+        if not first.others:
+            return [(first.node, first.advert)]
+        return [(holder.node, holder.advert) for holder in (first, *first.others)]
 
     def nodes(self) -> list[NodeInfo]:
         return list(self._nodes.values())
 
     def identities(self) -> list[bytes]:
         """Every entry that somebody holds."""
-        return list(self._holders)
+        return list(self._index)
 
     def instances(self, incarnation: bytes) -> list[InstanceInfo]:
         """The vLLM engines at a node, as it told last; empty for an unknown one."""
@@ -51,11 +67,11 @@ class Table:
 
     def held_by(self, incarnation: bytes) -> set[bytes]:
         """What a node advertises; empty for an unknown one."""
-        return set(self._adverts.get(incarnation, ()))
+        return set(self._held.get(incarnation, ()))
 
     def adverts(self, incarnation: bytes) -> list[Advert]:
         """What a node advertises, in full."""
-        return list(self._adverts.get(incarnation, {}).values())
+        return [holder.advert for holder in self._held.get(incarnation, {}).values()]
 
     def put_node(self, node: NodeInfo) -> None:
         """Know this node at this address, keeping its adverts if it was known so already.
@@ -70,15 +86,15 @@ class Table:
         self.drop_node(node.incarnation)
         self._nodes[node.incarnation] = node
         self._places[node.name, node.address] = node.incarnation
-        self._adverts[node.incarnation] = {}
+        self._held[node.incarnation] = {}
         self._on_node(node, True)
 
     def drop_node(self, incarnation: bytes) -> None:
         node = self._nodes.get(incarnation)
         if node is None:
             return
-        self.change(incarnation, (), list(self._adverts[incarnation]))
-        del self._nodes[incarnation], self._adverts[incarnation], self._places[node.name, node.address]
+        self.change(incarnation, (), list(self._held[incarnation]))
+        del self._nodes[incarnation], self._held[incarnation], self._places[node.name, node.address]
         self._instances.pop(incarnation, None)
         self._on_node(node, False)
 
@@ -87,25 +103,39 @@ class Table:
         node = self._nodes.get(incarnation)
         if node is None:
             return
-        known = self._adverts[incarnation]
-        for identity in withdrawn:
-            if known.pop(identity, None) is not None:
-                self._unindex(node, identity)
-                self._on_change(identity)
-        for advert in adverts:
-            identity = advert.identity
-            before = known.get(identity)
-            if before == advert:
-                continue
-            if before is not None:
-                self._unindex(node, identity)
-            known[identity] = advert
-            self._holders[identity] = (*self._holders.get(identity, ()), (node, advert))
+        held = self._held[incarnation]
+        gone = [identity for identity in withdrawn if held.pop(identity, None) is not None]
+        for identity in gone:
+            others = self._others(identity, node)
+            if others:
+                self._index[identity] = _chain(others)
+            else:
+                del self._index[identity]
+        changed = {advert.identity: _Holder(node, advert) for advert in adverts}
+        # Most messages bring only what is new, to a fresh replica a million entries: the loops are for the others.
+        if not held.keys().isdisjoint(changed.keys()):
+            for identity in changed.keys() & held.keys():
+                if held[identity].advert == changed[identity].advert:
+                    del changed[identity]
+        held.update(changed)
+        chains = changed
+        if not self._index.keys().isdisjoint(changed.keys()):
+            chains = {identity: _chain([*self._others(identity, node), holder]) for identity, holder in changed.items()}
+        self._index.update(chains)
+        for identity in gone:
+            self._on_change(identity)
+        for identity in changed:
             self._on_change(identity)
 
-    def _unindex(self, node: NodeInfo, identity: bytes) -> None:
-        others = tuple(holder for holder in self._holders[identity] if holder[0] is not node)
-        if others:
-            self._holders[identity] = others
-        else:
-            del self._holders[identity]
+    def _others(self, identity: bytes, node: NodeInfo) -> list[_Holder]:
+        """Who but this node holds an entry, by the index."""
+        first = self._index.get(identity)
+        if first is None:
+            return []
+        return [holder for holder in (first, *first.others) if holder.node is not node]
+
+
+def _chain(holders: list[_Holder]) -> _Holder:
+    """Value of the index for these holders, of which there is at least one."""
+    first, *others = holders
+    return _Holder(first.node, first.advert, tuple(others))
