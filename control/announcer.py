@@ -15,7 +15,9 @@ import zmq
 from ec_p2p.control.announcing import Announcing
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import Advert, FromDirectory, InstanceInfo, NodeInfo
+from ec_p2p.control.security import Security, secure_client
 from ec_p2p.control.sockets import Context, Socket, open_socket, receive_now, send_now, split_endpoint
+from ec_p2p.dialling import Line
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Announcer:
         *,
         heartbeat_s: float = 1.0,
         timeout_s: float = 4.0,
+        security: Security | None = None,
     ) -> None:
         split_endpoint(endpoint)
         self.endpoint = endpoint
@@ -51,7 +54,8 @@ class Announcer:
         self._bad_frames = 0
         self._retry_s = _RETRY_FIRST_S
         self.socket = open_socket(context, zmq.DEALER, endpoint, send_hwm=_HWM, linger_ms=_LINGER_MS)
-        self.socket.connect(endpoint)
+        secure_client(self.socket, security, security.directory if security else b"")
+        self._line = Line(self.socket, endpoint)
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
@@ -123,7 +127,9 @@ class Announcer:
             if now < announcing.next_event():
                 break
             # Asked first, so that no batch is made for nothing.
-            if not self.socket.poll(0, zmq.POLLOUT):
+            writable = bool(self.socket.poll(0, zmq.POLLOUT))
+            self._line.look(now, writable)
+            if not writable:
                 return self._blocked()
             message = announcing.next_message(now)
             if message is None or not send_now(self.socket, encode(message)):

@@ -9,14 +9,24 @@ from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.interface import Announces, Replicates
 from ec_p2p.control.messages import NodeInfo
 from ec_p2p.control.replica import Replica
+from ec_p2p.control.security import Security
 from ec_p2p.control.sockets import Context
 
 
 def announce_to(
-    context: Context, endpoint: str, node: NodeInfo, *, heartbeat_s: float = 1.0, timeout_s: float = 4.0
+    context: Context,
+    endpoint: str,
+    node: NodeInfo,
+    *,
+    heartbeat_s: float = 1.0,
+    timeout_s: float = 4.0,
+    security: Security | None = None,
 ) -> Announces:
-    """Tell the directory at `endpoint` what `node` holds. Raises ValueError for an endpoint that is none."""
-    return Announcer(context, endpoint, node, heartbeat_s=heartbeat_s, timeout_s=timeout_s)
+    """Tell the directory at `endpoint` what `node` holds. `security` is for ZMQ only.
+
+    Raises ValueError for an endpoint that is none.
+    """
+    return Announcer(context, endpoint, node, heartbeat_s=heartbeat_s, timeout_s=timeout_s, security=security)
 
 
 def replicate(
@@ -26,13 +36,16 @@ def replicate(
     on_change: Callable[[bytes], None] = lambda identity: None,
     on_node: Callable[[NodeInfo, bool], None] = lambda node, up: None,
     node_timeout_s: float = 4.0,
+    security: Security | None = None,
 ) -> Replicates:
     """Follow the directory at `endpoint`.
 
     `on_change(identity)` is called for every advert that appeared, changed or went, `on_node(node, up)` for every node
-    that appeared, moved or went. Raises ValueError for an endpoint that is none.
+    that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none.
     """
-    return Replica(context, endpoint, on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s)
+    return Replica(
+        context, endpoint, on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s, security=security
+    )
 
 
 def host_of(endpoint: str) -> str:

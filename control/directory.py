@@ -24,6 +24,7 @@ from ec_p2p.control.messages import (
     Changed,
     Event,
     Events,
+    Goodbye,
     Heartbeat,
     Hello,
     HelloAgain,
@@ -34,6 +35,7 @@ from ec_p2p.control.messages import (
     ToDirectory,
     Welcome,
 )
+from ec_p2p.control.security import Gate, Security, receive_keyless, receive_with_key, secure_server
 from ec_p2p.control.snapshots import Snapshots
 from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, receive_now, send_now, split_endpoint
 from ec_p2p.control.state import DirectoryState
@@ -63,6 +65,7 @@ class Directory:
         node_timeout_s: float = 4.0,
         heartbeat_s: float = 1.0,
         context: Context | None = None,
+        security: Security | None = None,
     ) -> None:
         host, port = split_endpoint(bind)
         self.epoch = os.urandom(16)
@@ -77,6 +80,10 @@ class Directory:
         self._thread: threading.Thread | None = None
         self._context: Context = context or zmq.Context()
         self._owns_context = context is None
+        self._security = security
+        self._receive_one = receive_with_key if security else receive_keyless
+        # Who made the context has made its gate, too.
+        self._gate = Gate(self._context, security) if security and self._owns_context else None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router = open_socket(self._context, zmq.ROUTER, bind, send_hwm=_ROUTER_HWM, receive_hwm=_ROUTER_HWM)
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
@@ -88,6 +95,8 @@ class Directory:
         self._pub = open_socket(self._context, zmq.XPUB, bind, max_frame=_LONGEST_SUBSCRIPTION)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         try:
+            for socket in self.sockets:
+                secure_server(socket, security)
             self._router.bind(f"{host}:{'*' if port == '0' else port}")
             self._pub.bind(f"{host}:{pub_port or '*'}")
         except zmq.ZMQError:
@@ -125,6 +134,8 @@ class Directory:
             self._thread.join()
         self._router.close()
         self._pub.close()
+        if self._gate:
+            self._gate.close()
         os.close(self._wake)
         self._wake = -1
         if self._owns_context:
@@ -140,6 +151,7 @@ class Directory:
         state = self._state
         return {
             **self._counters,
+            "keys_refused": self._gate.refused if self._gate else 0,
             "snapshots": self._snapshots.started,
             "adverts": state.adverts,
             "withdrawals": state.withdrawals,
@@ -188,9 +200,10 @@ class Directory:
         """A bounded amount, so that what was said is soon published and silence is noticed in a storm too."""
         nbytes = 0
         while nbytes < _BYTES_PER_TURN:
-            frames = receive_now(self._router)
-            if frames is None:
+            received = self._receive_one(self._router)
+            if received is None:
                 return
+            frames, key = received
             nbytes += 64 + sum(map(len, frames))
             route = frames[0]
             try:
@@ -201,9 +214,9 @@ class Directory:
                 self._counters["bad_frames"] += 1
                 log.debug("dropped a frame from %s: %r", route.hex(), error.reason)
                 continue
-            self._handle(route, message, now)
+            self._handle(route, key, message, now)
 
-    def _handle(self, route: bytes, message: ToDirectory, now: float) -> None:
+    def _handle(self, route: bytes, key: bytes, message: ToDirectory, now: float) -> None:
         if isinstance(message, Hello | SnapshotRequest) and message.version != PROTOCOL_VERSION:
             self._counters["refused"] += 1
             reason = f"protocol version {message.version} is not spoken here, accepted: {PROTOCOL_VERSION}"
@@ -212,6 +225,10 @@ class Directory:
         if isinstance(message, SnapshotRequest):
             self._reply(route, self._welcome)
             self._snapshots.ask(route, message.token)
+            return
+        if isinstance(message, Hello | Goodbye) and self._security and not self._state.may_say(message, key):
+            self._counters["refused"] += 1
+            self._reply(route, encode(Refused("this node, or its name and address, are those of another key")))
             return
         events = self._state.apply(message, route, now)
         if events is None:

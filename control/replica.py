@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -28,8 +29,10 @@ from ec_p2p.control.messages import (
     SnapshotRequest,
     Welcome,
 )
+from ec_p2p.control.security import Security, secure_client
 from ec_p2p.control.sockets import Context, Socket, open_socket, receive_now, send_now, split_endpoint
 from ec_p2p.control.table import Table
+from ec_p2p.dialling import Line
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Replica:
         on_change: Callable[[bytes], None] = lambda identity: None,
         on_node: Callable[[NodeInfo, bool], None] = lambda node, up: None,
         node_timeout_s: float = 4.0,
+        security: Security | None = None,
     ) -> None:
         self._host, _ = split_endpoint(endpoint)
         self.endpoint = endpoint
@@ -64,10 +68,15 @@ class Replica:
         self._pub_endpoint = ""
         self._refused = ""
         self._was_fresh = False
+        self._node_timeout_s = node_timeout_s
         self._dealer = open_socket(context, zmq.DEALER, endpoint)
         self._sub = open_socket(context, zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        self._dealer.connect(endpoint)
+        for socket in self.sockets:
+            secure_client(socket, security, security.directory if security else b"")
+        self._line = Line(self._dealer, endpoint)
+        self._subscription: Line | None = None
+        self._publisher_heard = 0.0
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
@@ -137,10 +146,14 @@ class Replica:
         follower = self._follower
         follower.tick(now)
         if follower.wants_snapshot(now):
-            if self._dealer.poll(0, zmq.POLLOUT):
+            writable = bool(self._dealer.poll(0, zmq.POLLOUT))
+            self._line.look(now, writable)
+            if writable:
                 send_now(self._dealer, encode(SnapshotRequest(PROTOCOL_VERSION, follower.request(now))))
             else:
                 follower.postpone(now + _BLOCKED_RETRY_S)
+        if self._subscription:
+            self._subscription.look(now, up=now - self._publisher_heard <= self._node_timeout_s)
         fresh = follower.fresh(now)
         if fresh != self._was_fresh:
             log.info("directory %s %s", self.endpoint, "is being followed" if fresh else "is lost; its view is kept")
@@ -168,6 +181,7 @@ class Replica:
             self._follower.postpone(now + _REFUSED_RETRY_S)
 
     def _on_publication(self, frames: list[bytes], now: float) -> None:
+        self._publisher_heard = now
         if len(frames) != 3 or frames[0] != TOPIC or len(frames[1]) != 8:
             raise BadFrame("not (topic, 8 bytes of sequence number, payload)")
         message: Events = decode(frames[2], Events)
@@ -177,6 +191,7 @@ class Replica:
         if pub_endpoint == self._pub_endpoint:
             return
         if self._pub_endpoint:
-            self._sub.disconnect(self._pub_endpoint)
-        self._sub.connect(pub_endpoint)
+            with suppress(zmq.ZMQError):  # ENOENT: ZMQ has given it up itself
+                self._sub.disconnect(self._pub_endpoint)
+        self._subscription = Line(self._sub, pub_endpoint)
         self._pub_endpoint = pub_endpoint

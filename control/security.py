@@ -18,9 +18,9 @@ from types import TracebackType
 import zmq
 
 from ec_p2p.control.sockets import Context, Socket, receive_now, send_now
-from ec_p2p.curve import Security, key_text, secure_client, secure_server
+from ec_p2p.curve import Security, key_of, key_text, secure_client, secure_server
 
-__all__ = ["Gate", "Security", "receive_with_key", "secure_client", "secure_server"]
+__all__ = ["Gate", "Security", "receive_keyless", "receive_with_key", "secure_client", "secure_server"]
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +113,20 @@ class Gate:
             )
 
 
-def receive_with_key(socket: Socket) -> tuple[list[bytes], str] | None:
-    """The next message's frames, and as text the key that its sender has proved; '' where the socket asks for none."""
+def receive_with_key(socket: Socket) -> tuple[list[bytes], bytes] | None:
+    """The next message's frames, and the public key that its sender has proved to have: empty for none."""
     try:
         frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
     try:
-        key = frames[-1].get("User-Id")
-    except zmq.ZMQError:  # EINVAL: there is no such property
-        key = ""
-    return [frame.bytes for frame in frames], str(key)
+        key = key_of(str(frames[-1].get("User-Id")))
+    except (zmq.ZMQError, ValueError):  # no gate of ours has let that connection in
+        key = b""
+    return [frame.bytes for frame in frames], key
+
+
+def receive_keyless(socket: Socket) -> tuple[list[bytes], bytes] | None:
+    """The next message's frames, from a server socket without keys."""
+    frames = receive_now(socket)
+    return None if frames is None else (frames, b"")

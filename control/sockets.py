@@ -6,7 +6,6 @@ that can block or grow without bound.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TypeAlias
 
 import zmq
@@ -75,18 +74,6 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
 def bound_port(socket: Socket) -> int:
     """TCP port that a bound socket listens on."""
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-
-def redial(socket: Socket, endpoint: str) -> None:
-    """Dial `endpoint` anew, for a client socket without a connection to it.
-
-    ZMQ dials again by itself after whatever happened to a connection, but for one thing: a handshake that it could not
-    follow, or was refused in. Whatever answered there then (a stranger's server, one with other keys, one that did not
-    know our key yet) may be the right one by now. What was queued for the old connection is lost.
-    """
-    with suppress(zmq.ZMQError):  # ENOENT: it has given up
-        socket.disconnect(endpoint)
-    socket.connect(endpoint)
 
 
 def send_now(socket: Socket, *frames: bytes) -> bool:

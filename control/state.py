@@ -74,6 +74,19 @@ class DirectoryState:
             return [] if message.seq == known.seq else None
         return self._announce(message, known)
 
+    def may_say(self, message: Hello | Goodbye, key: bytes) -> bool:
+        """Whether a connection that has proved to be `key`'s may say so. A node is of the key that its info has: no
+        other may speak for its incarnation, nor take its place."""
+        if isinstance(message, Goodbye):
+            touched = [self._nodes.get(message.incarnation)]
+        elif message.node.key != key:
+            return False
+        else:
+            info = message.node
+            place = self._places.get((info.name, info.address), b"")
+            touched = [self._nodes.get(info.incarnation), self._nodes.get(place)]
+        return all(known is None or known.info.key == key for known in touched)
+
     def expire(self, now: float) -> list[Event]:
         """Forget the nodes not heard of for `node_timeout_s`. To be called several times within that span.
 

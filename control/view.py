@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from ec_p2p.control.directories import replicate
 from ec_p2p.control.interface import Pollable, Replicates
 from ec_p2p.control.messages import Advert, NodeInfo
+from ec_p2p.control.security import Security
 from ec_p2p.control.sockets import Context
 
 
@@ -30,13 +31,21 @@ class View:
         on_change: Callable[[bytes], None] = lambda identity: None,
         on_node: Callable[[NodeInfo, bool], None] = lambda node, up: None,
         node_timeout_s: float = 4.0,
+        security: Security | None = None,
     ) -> None:
         self._on_change = on_change
         self._on_node = on_node
         self._nodes: dict[bytes, NodeInfo] = {}
         self._nodes_changed = False
         self.replicas: tuple[Replicates, ...] = tuple(
-            replicate(context, endpoint, on_change=on_change, on_node=self._note_node, node_timeout_s=node_timeout_s)
+            replicate(
+                context,
+                endpoint,
+                on_change=on_change,
+                on_node=self._note_node,
+                node_timeout_s=node_timeout_s,
+                security=security,
+            )
             for endpoint in endpoints
         )
         self._counting = self.replicas
