@@ -33,6 +33,8 @@ LAYOUT = "ec-p2p-1"
 
 CLOSE_S = 20.0
 """How long `close` waits for a slow disk, unless told otherwise."""
+_MOMENT_S = 0.1
+"""What a thread may need to end that has nothing to do."""
 
 _COUNTS: list[Series] = [
     ("disk_writes", ()),
@@ -307,13 +309,13 @@ class LocalDiskBackend:
     def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """`flush`, then end all work; afterwards no payload is touched. Idempotent.
 
-        Takes at most `timeout_s`, whatever the disk does; None: as long as that takes. What could not be written in
-        time is counted as skipped and keeps its pins, and a warning says so: its memory is still in use.
+        Takes at most `timeout_s` and a moment, whatever the disk does; None: as long as that takes. What could not be
+        written in time is counted as skipped and keeps its pins, and a warning says so: its memory is still in use.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
         def left_s() -> float | None:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
+            return None if deadline is None else max(_MOMENT_S, deadline - time.monotonic())
 
         with self._reads_changed:
             if self._closed:

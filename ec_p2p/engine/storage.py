@@ -10,11 +10,12 @@ arena, by one read however many ask, and is then an entry like any other.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from ec_p2p.config import DEFAULTS, Config
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import Entry, Listener, LocalCPUBackend, Pin
-from ec_p2p.engine.disk import LocalDiskBackend
+from ec_p2p.engine.disk import CLOSE_S, LocalDiskBackend
 from ec_p2p.engine.disk_index import OnFiled, OnLost
 from ec_p2p.engine.extents import OnSlab
 from ec_p2p.engine.filed import Filed
@@ -63,7 +64,7 @@ class StorageManager:
                 self.arena,
                 policy=make_policy(cache_policy),
                 on_slab=on_slab,
-                on_stored=self._stored,
+                on_stored=self._stored if local_disk else on_stored,
                 on_evicted=on_evicted,
                 on_unpinned=on_unpinned,
             )
@@ -118,21 +119,43 @@ class StorageManager:
         return self.cpu.peek(identity) is not None or (self.disk is not None and self.disk.look(identity) is not None)
 
     def find_on_disk(self, identity: bytes) -> Filed | None:
-        """What is known to be on disk; no I/O. See LocalDiskBackend.find."""
-        return None if self.disk is None else self.disk.find(identity)
+        """What is known to be on disk, while reads are not refused; no I/O. See LocalDiskBackend.find_readable."""
+        return None if self.disk is None else self.disk.find_readable(identity)
 
     def borrow(self, identity: bytes) -> Pin | None:
         """The entry, pinned; brought in from disk if need be. None: no tier holds it.
 
         Raises OutOfMemory or TooLarge when it is on disk and the arena has no room for it.
         """
-        while True:
-            pin = self.cpu.borrow(identity)
-            if pin is not None:
-                self.offer(pin.entry)
-                return pin
-            if self.disk is None or not self._stage(identity, self.disk):
+        while (pin := self.cpu.borrow(identity)) is None:
+            if self.disk is None:
                 return None
+            if not self._stage(identity):
+                continue
+            try:
+                # It may have been brought in by a thread that was ready just before.
+                if self.cpu.peek(identity) is None:
+                    entry = self._read(identity, self.disk)
+                    if entry is None:
+                        return None
+                    # To borrow it, now that it is there, would be a second use.
+                    pin = self._pin(entry)
+                    if pin is not None:
+                        return pin
+            finally:
+                self._staged(identity)
+        self.offer(pin.entry)
+        return pin
+
+    def read_outside(self, identity: bytes) -> tuple[Filed, bytearray] | None:
+        """What is on disk and its payload, in memory of its own: for when the arena has no room."""
+        if self.disk is not None:
+            for filed in self._found(identity, self.disk):
+                payload = bytearray(filed.nbytes)
+                found = self.disk.read(identity, memoryview(payload))
+                if found is not None:
+                    return found, payload
+        return None
 
     # ------------------------------------------------------------ keeping
 
@@ -146,27 +169,32 @@ class StorageManager:
             return
         try:
             payload = self.arena.buffer[entry.offset : entry.offset + entry.nbytes]
-            pin = self.cpu.pin(entry)
         except ValueError:
-            return  # evicted, or closed, by another thread
-        if not self.disk.offer(pin, payload):
+            return  # closed by another thread
+        pin = self._pin(entry)
+        if pin is not None and not self.disk.offer(pin, payload):
             pin.close()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was offered is on disk, or was given up. False: not within `timeout_s`."""
         return self.disk is None or self.disk.flush(timeout_s)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """Write what waits to be written, then let go of the memory; what still views it keeps it alive. Idempotent.
 
-        `timeout_s` bounds the wait for a slow disk; what is not written by then is not on disk.
+        `timeout_s` bounds the wait for a slow or hanging disk; None: no bound. What is not written by then is not on
+        disk, which is logged and counted. A thread that hangs in the disk keeps the memory that it reads or writes.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         if self.disk is not None:
             self.disk.close(timeout_s)
         self.arena.close()
+        with self._lock:
+            for staging in self._stagings.values():
+                staging.set()  # who waits for a thread that hangs in the disk need not
 
     def __enter__(self) -> StorageManager:
         return self
@@ -199,35 +227,49 @@ class StorageManager:
             self._on_stored(entry)
         self.offer(entry)
 
-    def _stage(self, identity: bytes, disk: LocalDiskBackend) -> bool:
-        """Bring the entry into the arena, or wait for the thread that does. False: it is not on disk."""
+    def _stage(self, identity: bytes) -> bool:
+        """True: until `_staged` the caller alone may bring the entry in. False: another was about to, and is ready.
+        Raises ValueError if all was closed meanwhile."""
         with self._lock:
             other = self._stagings.get(identity)
             if other is None:
-                mine = self._stagings[identity] = threading.Event()
-        if other is not None:
-            other.wait()
-            return True  # look again: what that thread met, this one will meet too
-        try:
-            # It may have been brought in by a thread that was ready just before.
-            return self.cpu.peek(identity) is not None or self._read(identity, disk)
-        finally:
-            with self._lock:
-                del self._stagings[identity]
-            mine.set()
+                self._stagings[identity] = threading.Event()
+                return True
+        other.wait()
+        _open = self.arena.buffer
+        return False
 
-    def _read(self, identity: bytes, disk: LocalDiskBackend) -> bool:
-        filed = disk.find(identity) or disk.look(identity)
-        if filed is None:
-            return False
-        extent = self.cpu.reserve(filed.nbytes)
+    def _staged(self, identity: bytes) -> None:
+        with self._lock:
+            self._stagings.pop(identity).set()
+
+    def _read(self, identity: bytes, disk: LocalDiskBackend) -> Entry | None:
+        """The entry, brought into the arena."""
+        for filed in self._found(identity, disk):
+            extent = self.cpu.reserve(filed.nbytes)
+            try:
+                found = disk.read(identity, self.arena.buffer[extent.offset : extent.offset + filed.nbytes])
+            except BaseException:
+                self.cpu.release(extent)
+                raise
+            if found is not None:
+                return self.cpu.publish(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
+            self.cpu.release(extent)
+        return None
+
+    def _found(self, identity: bytes, disk: LocalDiskBackend) -> Iterator[Filed]:
+        """What is on disk, to be read; once more if that failed because another node has put an entry of another size
+        in its place."""
+        filed = disk.look(identity) if disk.find(identity) is None else disk.find_readable(identity)
+        if filed is not None:
+            yield filed
+            now = disk.find(identity)
+            if now is not None and now.nbytes != filed.nbytes:
+                yield now
+
+    def _pin(self, entry: Entry) -> Pin | None:
+        """None: it was evicted by another thread."""
         try:
-            found = disk.read(identity, self.arena.buffer[extent.offset : extent.offset + filed.nbytes])
-        except BaseException:
-            self.cpu.release(extent)
-            raise
-        if found is None:
-            self.cpu.release(extent)
-            return False
-        self.cpu.publish(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
-        return True
+            return self.cpu.pin(entry)
+        except ValueError:
+            return None
