@@ -7,6 +7,7 @@ business of config_sources.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import socket
 from collections.abc import Mapping
@@ -14,7 +15,22 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from ec_p2p.config_kinds import GIB, KIB, Endpoints, Folder, Kind, Port, Seconds, Size, Switch, Text, Word
+from ec_p2p.config_kinds import (
+    GIB,
+    KIB,
+    Endpoints,
+    Folder,
+    KeyRing,
+    Keys,
+    Kind,
+    Port,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+    Word,
+    shown,
+)
 
 
 class ConfigError(ValueError):
@@ -96,6 +112,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: Annotated[float, Seconds()] = 1.0
     node_timeout_s: Annotated[float, Seconds()] = 4.0
 
+    # between hosts
+    security: Annotated[str | KeyRing, Keys()] = ""
+    """Keys of this node, or the path of a file with them: what has others stays outside. Empty: anybody may connect."""
+    require_encryption: Annotated[bool, Switch()] = False
+    """Refuse to start without `security`."""
+
     # the connector
     namespace: Annotated[str, Text()] = ""
     """Overrides the computed namespace; change it when weights are replaced in place."""
@@ -148,6 +170,11 @@ def combine(values: Mapping[str, Any]) -> Config:
             f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})",
             ("node_timeout_s", "heartbeat_s"),
         )
+    if config.require_encryption and not config.security:
+        raise ConfigError(
+            "require_encryption=True without security; accepted: both, with keys as `ec-p2p keygen` makes them",
+            ("require_encryption", "security"),
+        )
     return config
 
 
@@ -161,7 +188,7 @@ def read_value(name: str, text: str) -> object:
     try:
         return KINDS[name].read(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r}; accepted: {KINDS[name].accepted}") from None
+        raise ConfigError(f"{name}={shown(text)}; accepted: {KINDS[name].accepted}") from None
 
 
 def parse_size(key: str, value: object, *, bare_unit: int) -> int:
@@ -174,11 +201,11 @@ def _check(key: str, value: object, kind: Kind) -> Any:
     try:
         return kind.check(value)
     except ValueError:
-        raise ConfigError(f"{key}={value!r}; accepted: {kind.accepted}") from None
+        raise ConfigError(f"{key}={shown(value)}; accepted: {kind.accepted}") from None
 
 
 def unknown_setting(key: str, value: object) -> ConfigError:
-    return ConfigError(f"unknown setting {key!r} (value {value!r}); the nearest known one is {nearest(key)!r}")
+    return ConfigError(f"unknown setting {key!r} (value {shown(value)}); the nearest known one is {nearest(key)!r}")
 
 
 def nearest(key: str) -> str:
@@ -188,6 +215,12 @@ def nearest(key: str) -> str:
 
 def as_settings(config: Config) -> dict[str, Any]:
     """What an operator would have written: the settings that differ from the defaults, such that `make_config` of them
-    gives `config` again."""
+    gives `config` again. Secrets are among them."""
     values = {name: value for name, value in msgspec.structs.asdict(config).items() if value != getattr(DEFAULTS, name)}
-    return {name: f"{value}B" if isinstance(KINDS[name], Size) else value for name, value in values.items()}
+    return {name: _as_written(KINDS[name], value) for name, value in values.items()}
+
+
+def _as_written(kind: Kind, value: Any) -> Any:
+    if isinstance(kind, Size):
+        return f"{value}B"
+    return dataclasses.asdict(value) if isinstance(value, KeyRing) else value

@@ -7,8 +7,11 @@ an address that is well formed need not exist.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +21,9 @@ KIB, GIB = 1 << 10, 1 << 30
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _ENDPOINT = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
+KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+"""A key as text: 32 bytes in Z85."""
+_HIDDEN = "..."
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _LONGEST_S = 10**9
 """Decades, and still far from what timers can count."""
@@ -36,6 +42,16 @@ class Kind(Protocol):
     def read(self, text: str) -> object:
         """The value that `text` stands for, not checked yet. Raises ValueError if it stands for none."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """Keys as an operator writes them. An empty `allow` or `directory` stands for the public key itself."""
+
+    public: str
+    secret: str = field(repr=False)
+    allow: tuple[str, ...] = ()
+    directory: str = ""
 
 
 class _Textual(msgspec.Struct, frozen=True):
@@ -189,6 +205,65 @@ class Endpoints(_Textual, frozen=True):
             if not match or not 0 < int(match[1]) < 65536:
                 raise ValueError
         return tuple(value)
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """The keys of this process, or the path of a file with them, or '' for none."""
+
+    @property
+    def accepted(self) -> str:
+        return (
+            "the absolute path of a key file as `ec-p2p keygen` makes it, or what stands in one: 'public', 'secret' "
+            "and where wanted 'allow' (a list) and 'directory', each key 40 characters of Z85 in quotes"
+        )
+
+    def check(self, value: object) -> str | KeyRing:
+        if isinstance(value, Mapping):
+            return _key_ring(value)
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError
+        path = os.path.expanduser(value)
+        if value and not os.path.isabs(path):
+            raise ValueError
+        return path
+
+    def read(self, text: str) -> object:
+        return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+def _key_ring(value: Mapping[object, object]) -> KeyRing:
+    fields = {"public": "", "secret": "", "allow": (), "directory": "", **value}
+    if len(fields) > 4:
+        raise ValueError
+    public, secret, allow, directory = fields["public"], fields["secret"], fields["allow"], fields["directory"]
+    if isinstance(allow, str):
+        allow = (allow,)
+    if not isinstance(allow, list | tuple):
+        raise ValueError
+    for key in (public, secret, *allow, *([directory] if directory else [])):
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise ValueError
+    return KeyRing(str(public), str(secret), tuple(allow), str(directory or ""))
+
+
+def shown(value: object) -> str:
+    """`value` as errors quote it: its repr, without what may be a secret key."""
+    return repr(_without_secrets(value))
+
+
+def _without_secrets(value: object, depth: int = 8) -> object:
+    if isinstance(value, str):
+        return _HIDDEN if KEY.fullmatch(value) or ("{" in value and "secret" in value) else value
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if not depth:
+        return _HIDDEN
+    if isinstance(value, Mapping):
+        return {
+            key: _HIDDEN if "secret" in str(key).lower() else _without_secrets(item, depth - 1)
+            for key, item in value.items()
+        }
+    return [_without_secrets(item, depth - 1) for item in value]
 
 
 def readable_size(nbytes: int) -> str:

@@ -37,10 +37,13 @@ from ec_p2p.config import (
     read_value,
     unknown_setting,
 )
+from ec_p2p.config_kinds import shown
+from ec_p2p.yaml_files import read_map
 
 logger = logging.getLogger(__name__)
 
 _FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+_ACCEPTED = "a YAML file with 'name: value' on its first level"
 _INHERITED = ("local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy")
 _LMCACHE_POLICIES = ("LFU", "FIFO", "MRU")
 _LMCACHES_OWN = re.compile(
@@ -111,7 +114,7 @@ def explain_ec_engine_config(
     if environ is None:
         environ = os.environ
     file = str(config_file or environ.get(_FILE_VARIABLE, ""))
-    content = _read(file, "config_file" if config_file else _FILE_VARIABLE) if file else {}
+    content = read_map(file, "config_file" if config_file else _FILE_VARIABLE, _ACCEPTED) if file else {}
     chosen = [
         *_prefixed(content, file),
         *_nested(content, file),
@@ -167,7 +170,7 @@ def _nested(content: Mapping[str, object], file: str) -> Iterator[_Given]:
         if key.lower() != "ec" or settings is None:
             continue
         if not isinstance(settings, dict):
-            raise ConfigError(f"{key}={settings!r}; accepted: a map of settings (from {file})")
+            raise ConfigError(f"{key}={shown(settings)}; accepted: a map of settings (from {file})")
         entries = ((f"{key}.{name}", str(name), value) for name, value in settings.items())
         yield from _known(entries, file, "ec.{}".format)
 
@@ -204,25 +207,6 @@ def _own(settings: Mapping[str, object], origin: str) -> Iterator[_Given]:
 
 
 # ------------------------------------------------------------ reading
-
-
-def _read(file: str, named_by: str) -> dict[str, object]:
-    """The file's settings. Raises ConfigError naming it."""
-    import yaml
-
-    accepted = "accepted: a YAML file with 'name: value' on its first level"
-    try:
-        with open(file, encoding="utf-8") as stream:
-            content = yaml.safe_load(stream)
-    except OSError as error:
-        raise ConfigError(f"{named_by}={file!r} cannot be read: {error.strerror}; {accepted}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{named_by}={file!r} is not YAML: {' '.join(str(error).split())}; {accepted}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{named_by}={file!r} holds a {type(content).__name__}; {accepted}")
-    return {str(key): value for key, value in content.items()}
 
 
 def _from_text(given: _Given, text: str) -> _Given:

@@ -9,17 +9,15 @@ and the gate (`control.security`) says whether that one may come in. Without a g
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
 
-KEY_BYTES = 32
-KEY_TEXT = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-"""A key as text: Z85."""
+from ec_p2p.config_kinds import KEY
 
+KEY_BYTES = 32
 _DOMAIN = b"ec-p2p"
 _ENVELOPE = 512
 """Bytes that encryption adds to a frame, or that a frame of a handshake has, at most. Both count against MAXMSGSIZE."""
@@ -55,7 +53,7 @@ def key_text(key: bytes) -> str:
 
 def key_of(text: str) -> bytes:
     """The key that `text` stands for. Raises ValueError, which does not quote it, if that is none."""
-    if not KEY_TEXT.fullmatch(text):
+    if not KEY.fullmatch(text):
         raise ValueError(f"not the {len(z85.encode(bytes(KEY_BYTES)))} characters of a key in Z85")
     try:
         return z85.decode(text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import KINDS
-from ec_p2p.config_kinds import Size, readable_size
+from ec_p2p.config_kinds import KeyRing, Size, readable_size
 from ec_p2p.config_sources import Loaded, explain_ec_engine_config
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(loaded: Loaded) -> str:
     settings = [
-        {"name": name, "value": getattr(loaded.config, name), "source": source}
+        {"name": name, "value": _without_secret(getattr(loaded.config, name)), "source": source}
         for name, source in loaded.sources.items()
     ]
     return json.dumps({"config_file": loaded.config_file or None, "settings": settings}, indent=2)
@@ -44,11 +45,17 @@ def as_text(loaded: Loaded) -> str:
     return "\n".join(lines)
 
 
+def _without_secret(value: Any) -> Any:
+    return {**dataclasses.asdict(value), "secret": "(hidden)"} if isinstance(value, KeyRing) else value
+
+
 def _readable(name: str, value: Any) -> str:
     if isinstance(KINDS[name], Size):
         return readable_size(value)
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, KeyRing):
+        return f"public={value.public}"
     if isinstance(value, tuple):
         value = ",".join(value)
     return str(value) or "-"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,6 +13,7 @@ import zmq
 
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.sockets import split_endpoint
+from ec_p2p.keys import security_of
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -31,6 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=4.0,
         help="seconds after which a silent node is gone (default: %(default)s)",
     )
+    parser.add_argument("--security", metavar="FILE", default="", help="key file: only members can connect")
     parser.add_argument("--log-level", choices=_LOG_LEVELS, default="INFO", help="(default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -41,11 +44,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if not 0 < args.node_timeout < float("inf"):
         return _refuse(f"--node-timeout={args.node_timeout!r}; accepted: a positive number of seconds")
+    security = security_of(os.path.abspath(args.security) if args.security else "", "--security")
     try:
         pub_port = _next_port(args.bind) if args.pub_port is None else args.pub_port
         if not 0 <= pub_port < 65536:
             return _refuse(f"--pub-port={pub_port!r}; accepted: a port number from 0 to 65535")
-        directory = Directory(args.bind, pub_port, node_timeout_s=args.node_timeout)
+        directory = Directory(args.bind, pub_port, node_timeout_s=args.node_timeout, security=security)
     except (ValueError, zmq.ZMQError) as error:
         return _refuse(f"--bind={args.bind!r} --pub-port={args.pub_port!r}: {error}")
 

@@ -14,6 +14,7 @@ from typing import Any
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import Config, make_config
 from ec_p2p.config_sources import explain_ec_engine_config
+from ec_p2p.keys import load_security
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     )
     config = read_settings(args)
     logging.getLogger().setLevel(config.log_level)
+    load_security(config)  # for what is wrong with the keys: who starts the node is to see it
     if args.spawned:
         _detach(config)
     import zmq

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from ec_p2p.config import ConfigError
+from ec_p2p.config_kinds import shown
 
 ORIGIN = "command line"
 
@@ -27,13 +28,13 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     try:
         settings = json.loads(args.settings)
     except ValueError as error:
-        raise ConfigError(f"--settings={args.settings!r} is not JSON ({error}); accepted: an object") from None
+        raise ConfigError(f"--settings={shown(args.settings)} is not JSON ({error}); accepted: an object") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"--settings={args.settings!r}; accepted: a JSON object")
+        raise ConfigError(f"--settings={shown(settings)}; accepted: a JSON object")
     for pair in args.set:
         key, found, text = pair.partition("=")
         if not found:
-            raise ConfigError(f"--set {pair!r}; accepted: KEY=VALUE")
+            raise ConfigError(f"--set {shown(pair)}; accepted: KEY=VALUE")
         try:
             settings[key] = json.loads(text)
         except ValueError:

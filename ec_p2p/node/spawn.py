@@ -7,21 +7,32 @@ does not reach it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import socket
 import subprocess
 import sys
+from typing import BinaryIO
 
 from ec_p2p.config import Config, as_settings
+from ec_p2p.config_kinds import KeyRing
 from ec_p2p.node.address import spawn_lock_address
 
 logger = logging.getLogger(__name__)
 
+_STDIN = "/dev/stdin"
+
 
 def node_command(config: Config) -> list[str]:
-    """How a node with exactly this configuration is started by hand, apart from `--spawned`."""
+    """How a node with exactly this configuration is started by hand, apart from `--spawned`.
+
+    Everybody on the host can read a command line: keys that are not in a file go through `keys_for` instead.
+    """
+    settings = as_settings(config)
+    if isinstance(config.security, KeyRing):
+        settings["security"] = _STDIN
     return [
         sys.executable,
         "-P",  # what lies in the starter's working directory is none of the node's modules
@@ -31,9 +42,20 @@ def node_command(config: Config) -> list[str]:
         "--name",
         config.name,
         "--settings",
-        json.dumps(as_settings(config)),
+        json.dumps(settings),
         "--exactly",
     ]
+
+
+def keys_for(config: Config) -> BinaryIO:
+    """What such a node needs as its standard input: the keys, where they are not in a file. To be closed."""
+    if not isinstance(config.security, KeyRing):
+        return open(os.devnull, "rb")
+    file = os.fdopen(os.memfd_create("ec-p2p-keys", os.MFD_CLOEXEC), "wb")
+    os.fchmod(file.fileno(), 0o600)
+    file.write(json.dumps(dataclasses.asdict(config.security)).encode())
+    file.flush()
+    return file
 
 
 class Spawning:
@@ -53,14 +75,15 @@ class Spawning:
             lock.close()
             return None
         try:
-            process = subprocess.Popen(
-                [*node_command(config), "--spawned"],
-                stdin=subprocess.DEVNULL,
-                # Its own once it has detached; until then, and for its refusals, what the starter has.
-                stdout=subprocess.DEVNULL,
-                # NIXL imports numpy, whose threads would spin while they start; the node computes nothing.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            )
+            with keys_for(config) as keys:
+                process = subprocess.Popen(
+                    [*node_command(config), "--spawned"],
+                    stdin=keys,
+                    # Its own once it has detached; until then, and for its refusals, what the starter has.
+                    stdout=subprocess.DEVNULL,
+                    # NIXL imports numpy, whose threads would spin while they start; the node computes nothing.
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                )
         except OSError as error:
             logger.warning("cannot start the host's node: %s", error)
             lock.close()

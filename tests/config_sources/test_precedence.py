@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.config import DEFAULTS, KINDS, Config
-from ec_p2p.config_kinds import GIB, Endpoints, Folder, Kind, Port, Seconds, Size, Switch, Text, Word
+from ec_p2p.config_kinds import GIB, Endpoints, Folder, Keys, Kind, Port, Seconds, Size, Switch, Text, Word
 from ec_p2p.config_sources import Loaded, explain_ec_engine_config, load_ec_engine_config
 from tests.config_sources.layers import INHERITED, LAYERS, explain, source_in
 
@@ -48,6 +48,8 @@ GOOD: dict[str, object] = {
     "peer_port": 6,
     "heartbeat_s": 2,
     "node_timeout_s": 9,
+    "security": "/etc/ec.key",
+    "require_encryption": True,
     "namespace": "n-1",
     "window_size": "1MiB",
     "ec_ip": "10.0.0.9",
@@ -140,6 +142,8 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
             return st.text("abcXYZ019 ._-/:#{}[]'\"\\%é字", min_size=1, max_size=12).filter(str.strip)
         case Folder():
             return st.sampled_from(["/a", "/a b/c", "file:///a", "/"])
+        case Keys():
+            return st.sampled_from(["/etc/ec.key", "/run/secrets/a b"])
         case Endpoints():
             some = st.sampled_from(["tcp://a:1", "tcp://[::1]:2", "tcp://10.0.0.1:65535"])
             return st.lists(some, min_size=1, max_size=3)
@@ -147,7 +151,8 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
 
 
 # Apart from what depends on another setting, and from the tier that is always on.
-FREE = [name for name in KINDS if name not in ("node_group", "heartbeat_s", "node_timeout_s", "local_cpu")]
+BOUND = ("node_group", "heartbeat_s", "node_timeout_s", "require_encryption", "local_cpu")
+FREE = [name for name in KINDS if name not in BOUND]
 CLEARED = [name for name in FREE if getattr(DEFAULTS, name) in ("", ())]
 
 
