@@ -11,6 +11,8 @@ from ec_p2p.control.messages import NodeInfo
 from ec_p2p.control.replica import Replica
 from ec_p2p.control.security import Security
 from ec_p2p.control.sockets import Context
+from ec_p2p.control.valkey_announcer import ValkeyAnnouncer
+from ec_p2p.control.valkey_replica import ValkeyReplica
 
 
 def announce_to(
@@ -24,8 +26,10 @@ def announce_to(
 ) -> Announces:
     """Tell the directory at `endpoint` what `node` holds. `security` is for ZMQ only.
 
-    Raises ValueError for an endpoint that is none.
+    Raises ValueError for an endpoint that is none, and ClientMissing, which is one, without the library for it.
     """
+    if not is_zmq(endpoint):
+        return ValkeyAnnouncer(endpoint, without_password(endpoint), node, heartbeat_s=heartbeat_s, timeout_s=timeout_s)
     return Announcer(context, endpoint, node, heartbeat_s=heartbeat_s, timeout_s=timeout_s, security=security)
 
 
@@ -41,11 +45,21 @@ def replicate(
     """Follow the directory at `endpoint`.
 
     `on_change(identity)` is called for every advert that appeared, changed or went, `on_node(node, up)` for every node
-    that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none.
+    that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none, and
+    ClientMissing, which is one, without the library for it.
     """
+    if not is_zmq(endpoint):
+        return ValkeyReplica(
+            endpoint, without_password(endpoint), on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s
+        )
     return Replica(
         context, endpoint, on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s, security=security
     )
+
+
+def is_zmq(endpoint: str) -> bool:
+    """Whether it is a process of this project, over ZMQ. Else it is a Valkey or Redis server."""
+    return "://" not in endpoint or endpoint.startswith("tcp://")
 
 
 def host_of(endpoint: str) -> str:
