@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -87,6 +90,35 @@ def test_a_trial_that_never_reports_is_followed_by_another(breaker: Breaker, clo
     assert breaker.succeeded()
 
 
+def test_a_trial_that_learnt_nothing_is_followed_by_another_at_once(breaker: Breaker, clock: Clock) -> None:
+    breaker.undecided()
+    assert not breaker.is_open
+    breaker.failed()
+    breaker.undecided()  # no trial
+    assert not breaker.admit()
+    clock.now += 1
+    assert breaker.admit()
+    breaker.undecided()
+    assert (breaker.is_open, breaker.delay_s, breaker.refuses()) == (True, 1, False)
+    assert breaker.admit()
+    assert not breaker.admit()
+    assert breaker.failed()
+    assert breaker.delay_s == 2
+
+
+@pytest.mark.parametrize("report", [Breaker.succeeded, Breaker.failed, Breaker.undecided])
+def test_only_who_is_on_trial_decides(breaker: Breaker, clock: Clock, report: Callable[[Breaker], bool | None]) -> None:
+    """Not who was admitted before the failure, and is ready while the trial goes on."""
+    breaker.failed()
+    clock.now += 1
+    assert breaker.admit()
+    straggler = threading.Thread(target=report, args=(breaker,))
+    straggler.start()
+    straggler.join()
+    assert (breaker.is_open, breaker.delay_s, breaker.refuses()) == (True, 1, True)
+    assert breaker.succeeded()
+
+
 class BreakerMachine(RuleBasedStateMachine):
     """Whatever is reported whenever: it always admits again after a minute, and never two at once while open."""
 
@@ -110,6 +142,12 @@ class BreakerMachine(RuleBasedStateMachine):
     def succeeded(self) -> None:
         if self.breaker.succeeded():
             assert self.breaker.admit()
+
+    @rule()
+    def undecided(self) -> None:
+        before = self.breaker.delay_s
+        self.breaker.undecided()
+        assert self.breaker.delay_s == before
 
     @rule()
     def failed(self) -> None:

@@ -104,6 +104,52 @@ def test_a_victim_that_cannot_be_removed_counts_on(memory: Memory, tmp_path: Pat
         assert len(files_in(tmp_path)) == 2
 
 
+STUCK = """
+import sys
+from pathlib import Path
+from tests.engine.disks import *
+
+folder = Path(sys.argv[1])
+memory = Memory()
+disk = LocalDiskBackend(str(folder), 4 * FILE)
+for number in range(4):
+    memory.store(disk, number)
+for number in (0, 2):
+    file_of(folder, number).parent.chmod(0o555)
+memory.store(disk, 4)
+assert {number for number in range(9) if disk.find(identity(number))} == {2, 3, 4}
+assert gauge(disk, "disk_bytes", kind="used") == 4 * FILE
+memory.store(disk, 5)
+assert {number for number in range(9) if disk.find(identity(number))} == {4, 5}
+for number in (6, 7):
+    memory.store(disk, number)  # what could not be removed is left in peace
+assert {number for number in range(9) if disk.find(identity(number))} == {6, 7}
+assert sorted(name[:2] for name in files_in(folder)) == ["00", "02", "06", "07"]
+assert gauge(disk, "disk_bytes", kind="used") == 4 * FILE
+assert gauge(disk, "disk_breaker", op="write") == 0
+assert count(disk, "disk_errors", op="write", errno="EACCES") == 2
+assert read(disk, 0) == content(0, 2048)  # it can still be had
+disk.close()
+memory.close()
+
+disk = LocalDiskBackend(str(folder), 3 * FILE, rescan_s=0.05)
+until(lambda: gauge(disk, "disk_bytes", kind="used") == 3 * FILE)
+until(lambda: disk.find(identity(0)) and disk.find(identity(2)))
+for number in (0, 2):
+    file_of(folder, number).parent.chmod(0o755)
+memory = Memory()
+until(lambda: memory.offer(disk, 8, rows=20) and disk.flush(30) and disk.find(identity(8)))
+assert [name[:2] for name in files_in(folder)] == ["08"]
+disk.close()
+memory.close()
+print("right")
+"""
+
+
+def test_others_go_in_the_place_of_a_victim_that_cannot_be_removed(tmp_path: Path) -> None:
+    run_as_anybody(STUCK, tmp_path)
+
+
 def test_a_trial_that_fails_is_followed_by_a_longer_pause(
     memory: Memory, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,6 +166,45 @@ def test_a_trial_that_fails_is_followed_by_a_longer_pause(
         assert count(disk, "disk_errors", op="write", errno="EIO") == 2
     assert "the next is tried in 1 s" in caplog.text
     assert "the next is tried in 2 s" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["another was first", "in use", "a folder in its place"])
+def test_a_trial_that_writes_nothing_does_not_say_that_the_disk_is_well(
+    memory: Memory, tmp_path: Path, clock: Clock, reason: str
+) -> None:
+    """Else writes would be tried each second on a disk that is full."""
+    state = Failing("pwritev", 0)
+    with LocalDiskBackend(str(tmp_path), 2 * FILE, files=Sick(state)) as disk:
+        memory.store(disk, 1)
+        state.error = errno.ENOSPC
+        for pause in (0, 1):
+            clock.now += pause
+            assert memory.offer(disk, 2)
+            assert disk.flush(30)
+        assert not memory.offer(disk, 2)
+        clock.now += 2
+        if reason == "another was first":
+            put(tmp_path, 3)
+            assert memory.offer(disk, 3)
+        elif reason == "in use":
+            with disk._index.using(identity(1)):
+                assert memory.offer(disk, 3, rows=8)
+                assert disk.flush(30)
+        else:
+            state.error = 0
+            file_of(tmp_path, 3).mkdir(parents=True)
+            assert memory.offer(disk, 3)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_breaker", op="write") == 1
+        state.error = errno.ENOSPC
+        assert memory.offer(disk, 4)  # the trial is still to be had,
+        assert disk.flush(30)
+        clock.now += 3.9
+        assert not memory.offer(disk, 4)  # and its failure is the third in a row
+        clock.now += 0.1
+        state.error = 0
+        memory.store(disk, 4)
+        assert gauge(disk, "disk_breaker", op="write") == 0
 
 
 FULL = """
@@ -186,6 +271,26 @@ def test_a_read_that_fails_is_a_miss_and_reads_pause(
         assert gauge(disk, "disk_breaker", op="read") == 0
     assert "a read failed" in caplog.text
     assert "reads work again" in caplog.text
+
+
+def test_a_trial_that_finds_no_file_does_not_say_that_files_can_be_read(
+    memory: Memory, tmp_path: Path, clock: Clock
+) -> None:
+    state = Failing("preadv", 0)
+    with LocalDiskBackend(str(tmp_path), files=Sick(state)) as disk:
+        memory.store(disk, 1)
+        state.error = errno.EIO
+        assert read(disk, 1) is None
+        clock.now += 1
+        assert read(disk, 2) is disk.look(identity(3)) is None
+        assert gauge(disk, "disk_breaker", op="read") == 1
+        assert read(disk, 1) is None
+        clock.now += 1.9
+        assert disk.find_readable(identity(1)) is None  # the second failure in a row
+        clock.now += 0.1
+        state.error = 0
+        assert read(disk, 1) == content(1, 2048)
+        assert gauge(disk, "disk_breaker", op="read") == 0
 
 
 def test_one_read_tries_whether_the_disk_is_well(memory: Memory, tmp_path: Path, clock: Clock) -> None:
@@ -307,9 +412,32 @@ def test_damage_on_a_disk_that_cannot_be_changed_is_still_a_miss(memory: Memory,
         assert read(disk, 1) is disk.find(identity(1)) is None
         assert count(disk, "disk_errors", op="write", errno="EROFS") == 1
         assert gauge(disk, "disk_breaker", op="read") == 0
+        assert gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path) == 5000
+        assert gauge(disk, "disk_entries") == 0
         disk_state.error = 0
         memory.store(disk, 1)
         assert read(disk, 1) == content(1, 2048)
+        assert gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path) == FILE + 5000
+
+
+@pytest.mark.parametrize(("operation", "matching"), [("listdir", "damaged"), ("unlink", "damaged")])
+def test_what_was_set_aside_counts_where_its_folder_cannot_be_tidied(
+    memory: Memory, tmp_path: Path, operation: str, matching: str
+) -> None:
+    state = Failing(operation, errno.EACCES, matching)
+    with LocalDiskBackend(str(tmp_path), rescan_s=0.02, files=Sick(state)) as disk:
+        for number in range(9):
+            memory.store(disk, number)
+            os.truncate(file_of(tmp_path, number), 5000)
+            assert read(disk, number) is None
+        assert len(files_in(tmp_path)) == 9
+        assert gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path) == 9 * 5000
+        memory.store(disk, 20)  # the scan goes on, too
+        put(tmp_path, 21)
+        until(lambda: disk.find(identity(21)))
+        assert gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path)
+        state.error = 0
+        until(lambda: gauge(disk, "disk_bytes", kind="used") == bytes_in(tmp_path) == 8 * 5000 + 2 * FILE)
 
 
 def test_a_fault_in_a_listener_stops_neither_thread(

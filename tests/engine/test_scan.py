@@ -11,6 +11,13 @@ from typing import Any
 import pytest
 
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
+from ec_p2p.engine.disk_index import DiskIndex
+from ec_p2p.engine.examine import Examiner
+from ec_p2p.engine.files import Files
+from ec_p2p.engine.policy import LRU
+from ec_p2p.engine.scan import Scanner
+from ec_p2p.engine.set_aside import SetAside
+from ec_p2p.engine.tally import Tally
 from tests.engine.disks import (
     FILE,
     Gate,
@@ -350,6 +357,28 @@ def test_close_ends_a_scan_half_way(tmp_path: Path) -> None:
     gate.opened.set()
     disk.close(30)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ec-p2p-disk")]
+
+
+def test_a_scan_that_begins_as_all_is_closed_hears_of_it(tmp_path: Path) -> None:
+    """Its first step takes back every wish for a scan, and with it the one that ends the pause after the scan."""
+    begins, may_begin = threading.Event(), threading.Event()
+
+    class Wake(threading.Event):
+        def clear(self) -> None:
+            begins.set()
+            assert may_begin.wait(30)
+            super().clear()
+
+    files, tally, index = Files(), Tally(), DiskIndex(FILE, LRU(), None, None)
+    aside = SetAside(files, str(tmp_path), index, tally)
+    examiner = Examiner(files, str(tmp_path), index, aside, tally, lambda: False)
+    scanner = Scanner(files, str(tmp_path), index, examiner, aside, tally, rescan_s=1000.0, remove=lambda victims: None)
+    scanner._wake = Wake()
+    scanner.start()
+    assert begins.wait(30)
+    assert not scanner.close(0)
+    may_begin.set()
+    assert scanner.close(30)
 
 
 def test_a_hung_scan_does_not_hold_up_close(memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
