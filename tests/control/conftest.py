@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.control.harness import Loop
+from tests.control.harness import KINDS, Loop
+from tests.control.valkey_process import needs_server
 
 
 @pytest.fixture
@@ -12,3 +13,9 @@ def loop() -> Iterator[Loop]:
     loop = Loop()
     yield loop
     loop.close()
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in KINDS])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of directory that there is."""
+    return str(request.param)

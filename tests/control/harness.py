@@ -1,23 +1,63 @@
-"""A loop that drives announcers, replicas and views as a node's loop does, directories on free ports, sample data."""
+"""A loop that drives announcers, replicas and views as a node's loop does, directories of each kind, sample data."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import zmq
 
-from ec_p2p.control.announcer import Announcer
+from ec_p2p.control.directories import announce_to, replicate
 from ec_p2p.control.directory import Directory
+from ec_p2p.control.interface import Announces, Pollable, Replicates
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
-from ec_p2p.control.replica import Replica
 from ec_p2p.control.sockets import Context
 from ec_p2p.control.view import View
+from tests.control.valkey_process import ValkeyProcess
 
 PATIENCE_S = 15.0
+
+
+class Served(Protocol):
+    """A directory of any kind, as a test has it."""
+
+    endpoint: str
+
+    def stands(self) -> tuple[bytes, int]:
+        """Epoch and number of the last change."""
+
+    def entries(self) -> int: ...
+
+    def close(self) -> None:
+        """As if it were killed: what it knew is gone. It may come back at its endpoint."""
+
+
+class ZmqDirectory:
+    """A directory over ZMQ."""
+
+    def __init__(self, endpoint: str = "", node_timeout_s: float = 1.0) -> None:
+        self.directory = Directory(endpoint or "tcp://127.0.0.1:0", node_timeout_s=node_timeout_s, heartbeat_s=0.1)
+        self.directory.start()
+        self.endpoint = self.directory.endpoint
+
+    def stands(self) -> tuple[bytes, int]:
+        return self.directory.epoch, self.directory.stats()["seq"]
+
+    def entries(self) -> int:
+        return self.directory.stats()["entries"]
+
+    def close(self) -> None:
+        self.directory.close()
+
+
+KINDS: dict[str, Callable[[str, float], Served]] = {
+    "zmq": ZmqDirectory,
+    # How long a node may be silent its announcer says there.
+    "valkey": lambda endpoint, node_timeout_s: ValkeyProcess(endpoint),
+}
 
 
 class Loop:
@@ -25,7 +65,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.context: Context = zmq.Context()
-        self.driven: list[Announcer | Replica | View] = []
+        self.driven: list[Announces | Replicates | View] = []
         self._exit = ExitStack()
         self._exit.callback(self.context.term)
 
@@ -34,11 +74,17 @@ class Loop:
         directory.start()
         return directory
 
-    def announcer(self, endpoint: str, node: NodeInfo, **options: Any) -> Announcer:
-        return self._add(Announcer(self.context, endpoint, node, **{"heartbeat_s": 0.1, "timeout_s": 1.0, **options}))
+    def serve(self, kind: str, endpoint: str = "", *, node_timeout_s: float = 1.0) -> Served:
+        """A directory of one of KINDS."""
+        served = KINDS[kind](endpoint, node_timeout_s)
+        self._exit.callback(served.close)
+        return served
 
-    def replica(self, endpoint: str, **options: Any) -> Replica:
-        return self._add(Replica(self.context, endpoint, **{"node_timeout_s": 1.0, **options}))
+    def announcer(self, endpoint: str, node: NodeInfo, **options: Any) -> Any:
+        return self._add(announce_to(self.context, endpoint, node, **{"heartbeat_s": 0.1, "timeout_s": 1.0, **options}))
+
+    def replica(self, endpoint: str, **options: Any) -> Any:
+        return self._add(replicate(self.context, endpoint, **{"node_timeout_s": 1.0, **options}))
 
     def view(self, endpoints: list[str], **options: Any) -> View:
         return self._add(View(self.context, endpoints, **{"node_timeout_s": 1.0, **options}))
@@ -48,7 +94,7 @@ class Loop:
         self._exit.callback(driven.close)
         return driven
 
-    def forget(self, driven: Announcer | Replica | View) -> None:
+    def forget(self, driven: Announces | Replicates | View) -> None:
         """Stop driving it, as if its process had been killed."""
         self.driven.remove(driven)
         driven.close()
@@ -56,20 +102,16 @@ class Loop:
     def turn(self, longest_s: float = 0.02) -> None:
         now = time.monotonic()
         wait_s = min([longest_s, *(driven.tick(now) for driven in self.driven)])
-        owners = {
-            socket: driven
-            for driven in self.driven
-            for socket in ([driven.socket] if isinstance(driven, Announcer) else driven.sockets)
-        }
+        owners: dict[Pollable, Any] = {socket: driven for driven in self.driven for socket in driven.sockets}
         poller = zmq.Poller()
         for socket in owners:
             poller.register(socket, zmq.POLLIN)
         for socket, _ in poller.poll(max(0.0, wait_s) * 1000):
             owner = owners[socket]
-            if isinstance(owner, Announcer):
-                owner.on_readable()
-            else:
+            if hasattr(owner, "lookup"):
                 owner.on_readable(socket)
+            else:
+                owner.on_readable()
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
         """Drive until the condition holds; fail after a generous while."""

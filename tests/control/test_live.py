@@ -1,46 +1,28 @@
-"""Directories, announcers and replicas over real sockets: what is said arrives, and what is lost is said again."""
+"""Announcers, replicas and views with a real directory, of each kind: what is said arrives, and what is lost is said
+again."""
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import threading
 from pathlib import Path
 
-import msgpack
-import pytest
-import zmq
-
-from ec_p2p.control.codec import MAX_FRAME, decode, encode
-from ec_p2p.control.directory import Directory
-from ec_p2p.control.messages import (
-    PROTOCOL_VERSION,
-    FromDirectory,
-    Hello,
-    InstanceInfo,
-    NodeInfo,
-    Refused,
-    SnapshotRequest,
-    ToDirectory,
-    Welcome,
-)
-from ec_p2p.control.replica import Replica
-from ec_p2p.control.sockets import open_socket, split_endpoint
-from tests.control.harness import Loop, advert, node
+from ec_p2p.control.interface import Replicates
+from ec_p2p.control.messages import InstanceInfo, NodeInfo
+from tests.control.harness import Loop, Served, advert, node
 
 ONE, TWO = advert(1).identity, advert(2).identity
 
 
-def in_step(directory: Directory, replica: Replica) -> bool:
+def in_step(directory: Served, replica: Replicates) -> bool:
     """The replica stands where the directory stands."""
-    return replica.position == (directory.epoch, directory.stats()["seq"]) and replica.fresh
+    return replica.position == directory.stands() and replica.fresh
 
 
-def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop) -> None:
+def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop, kind: str) -> None:
     changes: list[bytes] = []
     nodes: list[tuple[NodeInfo, bool]] = []
-    directory = loop.directory()
+    directory = loop.serve(kind)
     announcer = loop.announcer(directory.endpoint, node(1))
     replica = loop.replica(
         directory.endpoint, on_change=changes.append, on_node=lambda node, up: nodes.append((node, up))
@@ -53,8 +35,9 @@ def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop) -> None:
     announcer.withdraw(ONE)
     announcer.withdraw(b"never stored".ljust(32))
     loop.until(lambda: not replica.lookup(ONE))
-    loop.until(lambda: replica.fresh and announcer.connected)
-    assert (len(replica), replica.nodes(), announcer.pending) == (1, [node(1)], 0)
+    loop.until(lambda: replica.fresh and announcer.connected and not announcer.pending)
+    assert (len(replica), replica.nodes(), replica.identities()) == (1, [node(1)], [TWO])
+    assert replica.held_by(node(1).incarnation) == [advert(2, generation=2)]
     announcer.goodbye()
     loop.until(lambda: not replica.nodes())
     assert replica.lookup(TWO) == []
@@ -63,8 +46,8 @@ def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop) -> None:
     assert not announcer.connected
 
 
-def test_a_silent_node_disappears(loop: Loop) -> None:
-    directory = loop.directory(node_timeout_s=0.5, heartbeat_s=0.1)
+def test_a_silent_node_disappears(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind)
     announcers = [loop.announcer(directory.endpoint, node(number)) for number in (1, 2)]
     replica = loop.replica(directory.endpoint)
     for announcer in announcers:
@@ -74,34 +57,34 @@ def test_a_silent_node_disappears(loop: Loop) -> None:
     loop.until(lambda: replica.lookup(ONE) == [(node(2), advert(1))])
 
 
-def test_nobody_needs_the_directory_at_start(loop: Loop) -> None:
-    with Directory("tcp://127.0.0.1:0") as probe:
-        endpoint = probe.endpoint
-    announcer = loop.announcer(endpoint, node(1))
-    replica = loop.replica(endpoint)
+def test_nobody_needs_the_directory_at_start(loop: Loop, kind: str) -> None:
+    probe = loop.serve(kind)
+    probe.close()
+    announcer = loop.announcer(probe.endpoint, node(1))
+    replica = loop.replica(probe.endpoint)
     announcer.store(advert(1))
     for _ in range(20):
         loop.turn()
     assert not announcer.connected
     assert not replica.fresh
     assert announcer.pending == 1
-    loop.directory(endpoint)
+    loop.serve(kind, probe.endpoint)
     loop.until(lambda: replica.lookup(ONE) and replica.fresh and announcer.connected)
 
 
-@pytest.mark.parametrize("same_pub_port", [True, False])
-def test_a_directory_that_comes_back_empty_is_told_again(loop: Loop, same_pub_port: bool) -> None:
-    first = Directory("tcp://127.0.0.1:0")
-    first.start()
+def test_a_directory_that_comes_back_empty_is_told_again(loop: Loop, kind: str) -> None:
+    first = loop.serve(kind)
     announcers = [loop.announcer(first.endpoint, node(number)) for number in (1, 2)]
-    replica = loop.replica(first.endpoint)
+    replica = loop.replica(first.endpoint, node_timeout_s=2.0)
+    encoder = InstanceInfo("engine-0", "producer", "ab" * 32)
     for announcer in announcers:
         announcer.store(advert(1))
+        announcer.describe([encoder])
     loop.until(lambda: in_step(first, replica) and len(replica.lookup(ONE)) == 2)
     first.close()
     announcers[0].withdraw(ONE)
     announcers[1].store(advert(2))
-    second = loop.directory(first.endpoint, pub_port=first.pub_port if same_pub_port else 0)
+    second = loop.serve(kind, first.endpoint)
 
     def converged() -> bool:
         assert replica.lookup(ONE), "the other node holds it all the time"
@@ -109,60 +92,50 @@ def test_a_directory_that_comes_back_empty_is_told_again(loop: Loop, same_pub_po
 
     loop.until(converged)
     loop.until(lambda: in_step(second, replica))
-    assert second.stats()["entries"] == len(replica) == 2
+    assert second.entries() == len(replica) == 2
+    assert [replica.instances(node(number).incarnation) for number in (1, 2)] == [[encoder], [encoder]]
 
 
-def test_a_lost_publication_is_noticed_and_mended(loop: Loop) -> None:
-    directory = loop.directory(heartbeat_s=0.2)
-    announcer = loop.announcer(directory.endpoint, node(1))
-    replica = loop.replica(directory.endpoint)
-    announcer.store(advert(1))
-    loop.until(lambda: in_step(directory, replica) and replica.lookup(ONE))
-    _, sub = replica.sockets
-    sub.setsockopt(zmq.UNSUBSCRIBE, b"ec")
-    loop.until(lambda: replica.counters["silences"], "unsubscribed")
-    announcer.store(advert(2))
-    announcer.withdraw(ONE)
-    loop.until(lambda: directory.stats()["withdrawals"] == 1)
-    sub.setsockopt(zmq.SUBSCRIBE, b"ec")
-    loop.until(lambda: in_step(directory, replica) and replica.lookup(TWO))
-    assert replica.lookup(ONE) == []
-
-
-def test_a_restarted_node_replaces_its_former_life_at_once(loop: Loop) -> None:
-    directory = loop.directory(node_timeout_s=3600.0)
-    former = loop.announcer(directory.endpoint, node(1))
+def test_a_restarted_node_replaces_its_former_life_at_once(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind, node_timeout_s=3600.0)
+    former = loop.announcer(directory.endpoint, node(1), timeout_s=3600.0)
     replica = loop.replica(directory.endpoint)
     former.store(advert(1))
     loop.until(lambda: replica.lookup(ONE))
     loop.forget(former)
-    reborn = loop.announcer(directory.endpoint, node(1, life=1))
+    reborn = loop.announcer(directory.endpoint, node(1, life=1), timeout_s=3600.0)
     reborn.store(advert(2))
     loop.until(lambda: replica.lookup(TWO))
     assert replica.nodes() == [node(1, life=1)]
     assert replica.lookup(ONE) == []
 
 
-def test_a_node_that_moves_leaves_nothing_at_its_old_address(loop: Loop) -> None:
-    directory = loop.directory(node_timeout_s=3600.0)
+def test_a_node_that_moves_leaves_nothing_at_its_old_address(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind, node_timeout_s=3600.0)
     replica = loop.replica(directory.endpoint)
-    before = loop.announcer(directory.endpoint, node(1))
+    before = loop.announcer(directory.endpoint, node(1), timeout_s=3600.0)
     before.store(advert(1))
     loop.until(lambda: replica.lookup(ONE))
     loop.forget(before)
-    moved = node(1, address="tcp://10.0.0.77:1")
-    after = loop.announcer(directory.endpoint, moved)
+    moved = NodeInfo(node(1).incarnation, "host-1", "tcp://10.0.0.77:1")
+    after = loop.announcer(directory.endpoint, moved, timeout_s=3600.0)
     after.store(advert(1))
     loop.until(lambda: replica.lookup(ONE) == [(moved, advert(1))])
     assert replica.nodes() == [moved]
+    # Another one may live there now: what is known of the place must not be the moved one's.
+    neighbour = NodeInfo(node(2).incarnation, "host-1", node(1).address)
+    loop.announcer(directory.endpoint, neighbour, timeout_s=3600.0).store(advert(2))
+    loop.until(lambda: replica.lookup(TWO) == [(neighbour, advert(2))])
+    assert replica.lookup(ONE) == [(moved, advert(1))]
 
 
-def test_a_late_joiner_gets_everything_in_bounded_chunks(loop: Loop) -> None:
-    directory = loop.directory()
+def test_a_late_joiner_gets_everything_in_bounded_chunks(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind)
     announcer = loop.announcer(directory.endpoint, node(1))
     for number in range(20_000):
         announcer.store(advert(number))
-    loop.until(lambda: directory.stats()["entries"] == 20_000)
+    loop.until(lambda: announcer.connected and not announcer.pending)
+    loop.until(lambda: directory.entries() == 20_000)
     replica = loop.replica(directory.endpoint)
     loop.until(lambda: in_step(directory, replica))
     assert len(replica) == 20_000
@@ -170,56 +143,29 @@ def test_a_late_joiner_gets_everything_in_bounded_chunks(loop: Loop) -> None:
     assert replica.counters["bad_frames"] == 0
 
 
-def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop) -> None:
-    directory = loop.directory()
+def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind)
     announcer = loop.announcer(directory.endpoint, node(1))
     replicas = []
+    held = set()
     for number in range(5_000):
         announcer.store(advert(number))
+        held.add(advert(number).identity)
         if number % 3 == 0:
             announcer.withdraw(advert(number // 2).identity)
+            held.discard(advert(number // 2).identity)
         if number % 50 == 0:
             loop.turn(0)
         if number % 1_000 == 0:
             replicas.append(loop.replica(directory.endpoint))
     loop.until(lambda: announcer.connected and not announcer.pending)
     loop.until(lambda: all(in_step(directory, replica) for replica in replicas))
-    assert {len(replica) for replica in replicas} == {directory.stats()["entries"]}
+    assert directory.entries() == len(held)
+    assert all(set(replica.identities()) == held for replica in replicas)
 
 
-def test_changes_are_coalesced_while_the_directory_does_not_read(loop: Loop) -> None:
-    router = open_socket(loop.context, zmq.ROUTER, "tcp://127.0.0.1:0", receive_hwm=1)
-    with router:
-        router.bind("tcp://127.0.0.1:*")
-        announcer = loop.announcer(router.getsockopt_string(zmq.LAST_ENDPOINT), node(1), timeout_s=3600.0)
-        loop.until(lambda: router.poll(0))
-        route, hello = router.recv_multipart()
-        assert decode(hello, ToDirectory) == Hello(PROTOCOL_VERSION, node(1))
-        router.send_multipart([route, encode(Welcome(PROTOCOL_VERSION, b"e" * 16, 1))])
-        loop.until(lambda: announcer.connected)
-        for round_ in range(20):
-            for number in range(20_000):
-                announcer.store(advert(number, generation=round_ + 1))
-            loop.turn(0)
-        assert 0 < announcer.pending <= 20_000
-        held: dict[bytes, int] = {}
-        seqs: list[int] = []
-
-        def drain() -> bool:
-            while router.poll(0):
-                message = decode(router.recv_multipart()[1], ToDirectory)
-                seqs.append(message.seq)
-                held.update({entry.identity: entry.generation for entry in getattr(message, "adverts", [])})
-            return not announcer.pending and len(held) == 20_000 and set(held.values()) == {20}
-
-        loop.until(drain)
-        announces = sorted(set(seqs))
-        assert announces == list(range(announces[0], announces[-1] + 1))
-
-
-def test_one_of_two_directories_dies_and_comes_back(loop: Loop) -> None:
-    first, second = Directory("tcp://127.0.0.1:0"), loop.directory()
-    first.start()
+def test_one_of_two_directories_dies_and_comes_back(loop: Loop, kind: str) -> None:
+    first, second = loop.serve(kind), loop.serve("zmq")
     endpoints = [first.endpoint, second.endpoint]
     changes: list[bytes] = []
     nodes: list[tuple[NodeInfo, bool]] = []
@@ -240,16 +186,15 @@ def test_one_of_two_directories_dies_and_comes_back(loop: Loop) -> None:
     assert view.replicas[0].lookup(ONE)
     loop.until(lambda: view.fresh)
 
-    again = loop.directory(endpoints[0])
+    again = loop.serve(kind, endpoints[0])
     loop.until(lambda: in_step(again, view.replicas[0]) and view.replicas[0].lookup(TWO))
     assert view.lookup(TWO) == [(node(1), advert(2))]
     assert nodes == [(node(1), True)]
     assert {ONE, TWO} <= set(changes)
 
 
-def test_a_view_of_dead_directories_keeps_what_it_knew(loop: Loop) -> None:
-    directory = Directory("tcp://127.0.0.1:0")
-    directory.start()
+def test_a_view_of_dead_directories_keeps_what_it_knew(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind)
     announcer = loop.announcer(directory.endpoint, node(1))
     view = loop.view([directory.endpoint])
     announcer.store(advert(1))
@@ -260,8 +205,8 @@ def test_a_view_of_dead_directories_keeps_what_it_knew(loop: Loop) -> None:
     assert view.nodes() == [node(1)]
 
 
-def test_a_view_takes_the_newest_generation_of_each_node(loop: Loop) -> None:
-    directories = [loop.directory(), loop.directory()]
+def test_a_view_takes_the_newest_generation_of_each_node(loop: Loop, kind: str) -> None:
+    directories = [loop.serve("zmq"), loop.serve(kind)]
     view = loop.view([directory.endpoint for directory in directories])
     for generation, directory in enumerate(directories, start=1):
         loop.announcer(directory.endpoint, node(1)).store(advert(1, generation))
@@ -270,83 +215,8 @@ def test_a_view_takes_the_newest_generation_of_each_node(loop: Loop) -> None:
     loop.until(lambda: sorted(view.lookup(ONE), key=lambda holder: holder[0].name) == newest)
 
 
-def test_another_protocol_version_is_refused_and_nothing_else(loop: Loop) -> None:
-    directory = loop.directory()
-    with open_socket(loop.context, zmq.DEALER, directory.endpoint) as stranger:
-        stranger.connect(directory.endpoint)
-        for message in (Hello(PROTOCOL_VERSION + 1, node(1)), SnapshotRequest(PROTOCOL_VERSION + 1, 7)):
-            assert stranger.poll(10_000, zmq.POLLOUT)
-            stranger.send(encode(message))
-            assert stranger.poll(10_000)
-            answer = decode(stranger.recv(), FromDirectory)
-            assert isinstance(answer, Refused)
-            assert f"{PROTOCOL_VERSION + 1} is not spoken" in answer.reason
-    assert (directory.stats()["refused"], directory.stats()["nodes"]) == (2, 0)
-
-
-@pytest.mark.parametrize("answer", [Refused("go away"), Welcome(PROTOCOL_VERSION + 1, b"e" * 16, 1)])
-def test_those_who_are_refused_say_so_once_and_stay_calm(
-    loop: Loop, answer: Refused | Welcome, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_socket(loop.context, zmq.ROUTER, "tcp://127.0.0.1:0") as router:
-        router.bind("tcp://127.0.0.1:*")
-        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        announcer = loop.announcer(endpoint, node(1))
-        loop.replica(endpoint)
-        asked = 0
-
-        def refuse() -> bool:
-            nonlocal asked
-            while router.poll(0):
-                route, _ = router.recv_multipart()
-                router.send_multipart([route, encode(answer)])
-                asked += 1
-            return "refuses this replica" in caplog.text and bool(announcer.refused)
-
-        with caplog.at_level(logging.ERROR):
-            loop.until(refuse)
-            for _ in range(20):
-                loop.turn()
-                refuse()
-        assert asked == 2
-        assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
-        assert not announcer.connected
-
-
-def test_anyone_can_read_the_stream_with_zmq_and_msgpack(loop: Loop) -> None:
-    directory = loop.directory()
-    announcer = loop.announcer(directory.endpoint, node(1))
-    with loop.context.socket(zmq.SUB) as sub:
-        sub.subscribe(b"ec")
-        host, _ = split_endpoint(directory.endpoint)
-        sub.connect(f"{host}:{directory.pub_port}")
-        assert sub.poll(10_000), "a new subscriber is told the position at once"
-        topic, seq, payload = sub.recv_multipart()
-        assert (topic, seq) == (b"ec", bytes(8))
-        assert msgpack.unpackb(payload) == ["events", directory.epoch, []]
-        announcer.store(advert(1))
-        told: list[list[object]] = []
-        seqs = []
-
-        def hear() -> bool:
-            while sub.poll(0):
-                topic, seq, payload = sub.recv_multipart()
-                tag, epoch, events = msgpack.unpackb(payload)
-                assert (topic, tag, epoch) == (b"ec", "events", directory.epoch)
-                seqs.append(int.from_bytes(seq, "big"))
-                told.extend(events)
-            return len(told) >= 2
-
-        loop.until(hear)
-        assert told == [
-            ["up", [node(1).incarnation, "host-1", "tcp://10.0.0.1:5000", 0, b""]],
-            ["changed", node(1).incarnation, [[ONE, 1, 4096, 16, 128, "bfloat16", 4096, 64, 1]], [], None],
-        ]
-        assert seqs == sorted(seqs)
-
-
-def test_replicas_know_the_instances_of_each_node(loop: Loop) -> None:
-    directory = loop.directory()
+def test_replicas_know_the_instances_of_each_node(loop: Loop, kind: str) -> None:
+    directory = loop.serve(kind)
     announcer = loop.announcer(directory.endpoint, node(1))
     early = loop.replica(directory.endpoint)
     encoder = InstanceInfo("engine-0", "producer", "ab" * 32)
@@ -361,33 +231,7 @@ def test_replicas_know_the_instances_of_each_node(loop: Loop) -> None:
     assert early.instances(node(1).incarnation) == []
 
 
-def test_the_first_that_can_bind_is_the_directory(loop: Loop) -> None:
-    directory = loop.directory()
-    with pytest.raises(zmq.ZMQError) as caught:
-        Directory(directory.endpoint)
-    assert caught.value.errno == errno.EADDRINUSE
-    with pytest.raises(zmq.ZMQError) as caught:
-        Directory("tcp://127.0.0.1:0", pub_port=directory.pub_port)
-    assert caught.value.errno == errno.EADDRINUSE
-    for bad in ("127.0.0.1:5", "ipc:///tmp/x", "tcp://:5", "tcp://host", "tcp://host:http"):
-        with pytest.raises(ValueError, match="accepted"):
-            Directory(bad)
-
-
-def test_no_socket_can_wait_or_grow_without_bound(loop: Loop) -> None:
-    replica = loop.replica("tcp://127.0.0.1:9")
-    announcer = loop.announcer("tcp://127.0.0.1:9", node(1))
-    for opened in (*replica.sockets, announcer.socket):
-        assert 0 < opened.getsockopt(zmq.CONNECT_TIMEOUT) <= 2_000
-        assert 0 < opened.getsockopt(zmq.RECONNECT_IVL_MAX) <= 1_000
-        assert 0 <= opened.getsockopt(zmq.LINGER) <= 500
-        assert 0 < opened.getsockopt(zmq.SNDHWM) <= 1_000
-        assert 0 < opened.getsockopt(zmq.RCVHWM) <= 1_000
-        assert opened.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME
-        assert opened.getsockopt(zmq.TCP_KEEPALIVE) == 1
-
-
-def test_closing_leaves_no_thread_and_no_descriptor() -> None:
+def test_closing_leaves_no_thread_and_no_descriptor(kind: str) -> None:
     def open_things() -> tuple[set[str], int]:
         return {
             os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()
@@ -396,15 +240,12 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
     before = open_things()
     for _ in range(3):
         loop = Loop()
-        directory = loop.directory()
+        directory = loop.serve(kind)
         announcer = loop.announcer(directory.endpoint, node(1))
         replica = loop.replica(directory.endpoint)
         announcer.store(advert(1))
         loop.until(lambda replica=replica: replica.lookup(ONE))
-        assert directory.running
         loop.close()
-        directory.close()
-        assert not directory.running
     fds, threads = open_things()
     assert threads == before[1]
     assert not {name for name in fds - before[0] if "socket" in name or "event" in name}
