@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from ec_p2p.config_kinds import without_password
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.interface import Announces, Replicates
 from ec_p2p.control.messages import NodeInfo
@@ -65,9 +66,3 @@ def is_zmq(endpoint: str) -> bool:
 def host_of(endpoint: str) -> str:
     """Name or address of the directory's host, without brackets."""
     return urlsplit(endpoint).hostname or ""
-
-
-def without_password(endpoint: str) -> str:
-    """The endpoint as it may be shown: in logs, and to whoever asks a node."""
-    scheme, _, rest = endpoint.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -98,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     # the control plane
     directory: Annotated[tuple[str, ...], Endpoints()] = ()
-    """ZMQ endpoints of the directories. Empty: the one at ec_ip:ec_port."""
+    """Endpoints of the directories. Empty: the one at ec_ip:ec_port."""
     embedded_directory: Annotated[bool, Switch()] = True
     """The node on the host `ec_ip` hosts the directory when nobody else does."""
     directory_pub_port: Annotated[int, Port()] = 0

@@ -20,7 +20,13 @@ KIB, GIB = 1 << 10, 1 << 30
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_ENDPOINT = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
+_ZMQ = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
+_FILE = r"(?:password_file|ssl_ca_certs|ssl_certfile|ssl_keyfile)=/[^&,\s]*"
+_VALKEY = re.compile(
+    r"(?P<scheme>valkeys?|rediss?)://(?:[^/?#@,\s]*@)?[^/?#@,\s]+:(\d{1,5})"
+    rf"(?:/[\w.{{}}-]{{0,64}})?(?:\?(?P<files>{_FILE}(?:&{_FILE})*))?"
+)
+_USER = re.compile(r"://\S*@")
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 """A key as text: 32 bytes in Z85."""
 _HIDDEN = "..."
@@ -189,11 +195,14 @@ class Folder(_Textual, frozen=True):
 
 
 class Endpoints(_Textual, frozen=True):
-    """ZMQ endpoints: a list, or text with commas between."""
+    """Endpoints of directories: a list, or text with commas between."""
 
     @property
     def accepted(self) -> str:
-        return "text like 'tcp://host:14579', one or several"
+        return (
+            "text like 'tcp://host:14579', or 'valkey://[user:password@]host:6379/prefix' for a Valkey or Redis server "
+            "('valkeys://' with TLS), one or several"
+        )
 
     def check(self, value: object) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -201,10 +210,23 @@ class Endpoints(_Textual, frozen=True):
         if not isinstance(value, list | tuple):
             raise ValueError
         for endpoint in value:
-            match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
-            if not match or not 0 < int(match[1]) < 65536:
+            if not isinstance(endpoint, str) or not _is_endpoint(endpoint):
                 raise ValueError
         return tuple(value)
+
+
+def _is_endpoint(text: str) -> bool:
+    if match := _ZMQ.fullmatch(text):
+        return 0 < int(match[1]) < 65536
+    match = _VALKEY.fullmatch(text)
+    if not match or not 0 < int(match[2]) < 65536:
+        return False
+    return match["scheme"] in ("valkeys", "rediss") or "ssl_" not in (match["files"] or "")
+
+
+def without_password(text: str) -> str:
+    """Endpoints as they may be shown: in logs, in errors, and to whoever asks a node."""
+    return _USER.sub("://...@", text)
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -253,7 +275,7 @@ def shown(value: object) -> str:
 
 def _without_secrets(value: object, depth: int = 8) -> object:
     if isinstance(value, str):
-        return _HIDDEN if KEY.fullmatch(value) or ("{" in value and "secret" in value) else value
+        return _HIDDEN if KEY.fullmatch(value) or ("{" in value and "secret" in value) else without_password(value)
     if not isinstance(value, Mapping | list | tuple):
         return value
     if not depth:

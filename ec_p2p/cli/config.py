@@ -11,7 +11,7 @@ from typing import Any
 
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import KINDS
-from ec_p2p.config_kinds import KeyRing, Size, readable_size
+from ec_p2p.config_kinds import KeyRing, Size, readable_size, without_password
 from ec_p2p.config_sources import Loaded, explain_ec_engine_config
 
 
@@ -46,7 +46,9 @@ def as_text(loaded: Loaded) -> str:
 
 
 def _without_secret(value: Any) -> Any:
-    return {**dataclasses.asdict(value), "secret": "(hidden)"} if isinstance(value, KeyRing) else value
+    if isinstance(value, KeyRing):
+        return {**dataclasses.asdict(value), "secret": "(hidden)"}
+    return [without_password(endpoint) for endpoint in value] if isinstance(value, tuple) else value
 
 
 def _readable(name: str, value: Any) -> str:
@@ -57,5 +59,5 @@ def _readable(name: str, value: Any) -> str:
     if isinstance(value, KeyRing):
         return f"public={value.public}"
     if isinstance(value, tuple):
-        value = ",".join(value)
+        value = ",".join(map(without_password, value))
     return str(value) or "-"

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import zmq
 
 from ec_p2p.config import Config
-from ec_p2p.control.directories import announce_to, without_password
+from ec_p2p.config_kinds import without_password
+from ec_p2p.control.directories import announce_to
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.interface import Announces, Pollable
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo

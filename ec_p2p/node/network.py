@@ -6,6 +6,7 @@ import ipaddress
 import socket
 
 from ec_p2p.config import Config, ConfigError
+from ec_p2p.control.directories import host_of
 
 
 def hosts(config: Config) -> tuple[str, str]:
@@ -28,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 def _directory_host(config: Config) -> str:
     """The first directory's host: `ec_ip`, unless directories are listed."""
-    return config.directories[0].partition("://")[2].rpartition(":")[0].strip("[]")
+    return host_of(config.directories[0])
 
 
 def _own_address_towards(host: str) -> str:

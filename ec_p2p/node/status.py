@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 from ec_p2p.config import Config
+from ec_p2p.config_kinds import without_password
 from ec_p2p.control.messages import NodeInfo
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
@@ -62,7 +63,7 @@ class Status:
             "address": self.info.address,
             "transport": self.transport.kind,
             "metrics_port": str(self.metrics_port),
-            "directory": ",".join(self.config.directories),
+            "directory": ",".join(map(without_password, self.config.directories)),
             "pid": str(os.getpid()),
         }
         return Inspection(token, node, flat(self.counts()), flat(self.gauges()), self.peers.names())
