@@ -61,6 +61,15 @@ def key_of(text: str) -> bytes:
         raise ValueError("not a key in Z85") from None
 
 
+def why_not(security: Security | None, key: bytes) -> str:
+    """Why a process with these keys does not connect to one with that public key; empty if it does."""
+    if security is None:
+        return "it has keys, and this node has none: set `security`" if key else ""
+    if not key:
+        return "it has no keys, and this node has"
+    return "" if key in security.allow else f"its key {key_text(key)!r} is not in `allow`"
+
+
 def secure_server(socket: zmq.Socket[bytes], security: Security | None) -> None:
     """Let only members connect to what this socket is going to bind to. Nothing without keys. Before any bind."""
     if security is None:

@@ -14,6 +14,8 @@ from ec_p2p.transport.interface import Reading, Span, State, Transport, Transpor
 if TYPE_CHECKING:
     import zmq
 
+    from ec_p2p.curve import Security
+
 __all__ = ["Reading", "Span", "State", "Transport", "TransportError", "nixl_available", "open_transport"]
 
 NIXL_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -34,11 +36,13 @@ def open_transport(
     context: zmq.Context[zmq.Socket[bytes]],
     bind_host: str,
     advertise_host: str,
+    security: Security | None = None,
 ) -> Transport:
     """Make the transport called `kind`: 'nixl', 'zmq', or 'auto' for NIXL where it is installed.
 
     name: unique in the fleet; peers know the transport by it. base, nbytes: address and size of the arena's mapping.
-    bind_host: where it listens. context, advertise_host: used by 'zmq' only. Raises TransportError."""
+    bind_host: where it listens. context, advertise_host, security: used by 'zmq' only; with `security` the context has
+    a gate. Raises TransportError."""
     if kind == "auto":
         kind = "nixl" if nixl_available() else "zmq"
     if kind == "nixl":
@@ -48,5 +52,13 @@ def open_transport(
     if kind == "zmq":
         from ec_p2p.transport.zmq import ZmqTransport
 
-        return ZmqTransport(name, base, nbytes, context=context, bind_host=bind_host, advertise_host=advertise_host)
+        return ZmqTransport(
+            name,
+            base,
+            nbytes,
+            context=context,
+            bind_host=bind_host,
+            advertise_host=advertise_host,
+            security=security,
+        )
     raise TransportError(f"transport={kind!r}; accepted: auto, nixl, zmq")

@@ -62,6 +62,8 @@ class Transport(Protocol):
 
     kind: str
     """'nixl' or 'zmq': two ends of different kinds cannot read each other."""
+    bad_frames: int
+    """Messages of peers that made no sense; they were dropped."""
 
     def register(self, offset: int, nbytes: int) -> None:
         """Make arena bytes [offset, offset+nbytes) readable by peers and usable as landing memory.

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from ctypes import c_char
 
 import msgpack
 import zmq
 
+from ec_p2p.curve import KEY_BYTES, Security, secure_server, why_not
 from ec_p2p.transport.checks import check_next_range, check_span, pack_card, unpack_card
 from ec_p2p.transport.interface import Span, TransportError
 from ec_p2p.transport.zmq_reading import (
@@ -52,12 +54,21 @@ class ZmqTransport:
     kind = "zmq"
 
     def __init__(
-        self, name: str, base: int, nbytes: int, *, context: Context, bind_host: str, advertise_host: str
+        self,
+        name: str,
+        base: int,
+        nbytes: int,
+        *,
+        context: Context,
+        bind_host: str,
+        advertise_host: str,
+        security: Security | None = None,
     ) -> None:
         self.name = name
         self.bad_frames = 0
         """Messages that made no sense; they were dropped."""
         self._context = context
+        self._security = security
         self._nbytes = nbytes
         self._registered = 0
         self._arena = memoryview((c_char * nbytes).from_address(base)).cast("B")
@@ -68,6 +79,7 @@ class ZmqTransport:
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         # libzmq may count a queue as full when only half of it is in use.
         set_options(self._router, 4 * WINDOW, _MAX_REQUEST)
+        secure_server(self._router, security)
         try:
             self._router.bind(f"tcp://{_bracketed(bind_host)}:*")
         except zmq.ZMQError as error:
@@ -84,20 +96,24 @@ class ZmqTransport:
         self._registered = offset + nbytes
 
     def card(self) -> bytes:
-        return pack_card(self.kind, PROTOCOL_VERSION, self.name, self._endpoint, self._registered)
+        key = [self._security.public] if self._security else []
+        return pack_card(self.kind, PROTOCOL_VERSION, self.name, self._endpoint, self._registered, *key)
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        endpoint, registered = _parse(peer, card)
+        endpoint, registered, key = _parse(peer, card)
         if peer == self.name:
             raise TransportError(f"{peer} is this transport itself")
+        refusal = why_not(self._security, key)
+        if refusal:
+            raise TransportError(f"cannot read from {peer}: {refusal}")
         known = self._peers.get(peer)
-        if known is not None and known.endpoint != endpoint:
+        if known is not None and (known.endpoint, known.key) != (endpoint, key):
             self.forget(peer)
             known = None
         if known is None:
             try:
-                known = Peer(self._context, peer, endpoint, self._arena, self._on_bad_frame)
+                known = Peer(self._context, peer, endpoint, self._security, key, self._arena, self._on_bad_frame)
             except zmq.ZMQError as error:
                 raise TransportError(f"cannot dial {peer} at {endpoint}: {error}") from error
             self._peers[peer] = known
@@ -135,11 +151,13 @@ class ZmqTransport:
         if self._closed:
             return
         ready = dict(self._poller.poll(0))
+        now = time.monotonic()
         if self._router in ready:
             self._serve()
         for peer in self._peers.values():
             if peer.socket in ready or peer.monitor in ready:
                 peer.progress()
+            peer.look(now)
 
     def sockets(self) -> Sequence[object]:
         return self._sockets
@@ -210,11 +228,16 @@ def _request(frame: zmq.Frame) -> tuple[str, int, int, int] | None:
     return None
 
 
-def _parse(peer: str, card: bytes) -> tuple[str, int]:
+def _parse(peer: str, card: bytes) -> tuple[str, int, bytes]:
+    """Endpoint, registered bytes, and the public key that answers there: empty where none is needed."""
     match unpack_card(card, ZmqTransport.kind, PROTOCOL_VERSION, peer):
-        case [str(endpoint), int(registered)] if _ENDPOINT.fullmatch(endpoint) and 0 <= registered < 1 << 62:
-            return endpoint, registered
-    raise TransportError(f"the card of {peer} has no endpoint and size that could be true")
+        case [str(endpoint), int(registered), *rest] if _ENDPOINT.fullmatch(endpoint) and 0 <= registered < 1 << 62:
+            match rest:
+                case []:
+                    return endpoint, registered, b""
+                case [bytes(key)] if len(key) == KEY_BYTES:
+                    return endpoint, registered, key
+    raise TransportError(f"the card of {peer} has no endpoint, size and key that could be true")
 
 
 def _bracketed(host: str) -> str:

@@ -17,6 +17,8 @@ import msgpack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ec_p2p.curve import Security, secure_client
+from ec_p2p.dialling import Line
 from ec_p2p.transport.interface import Span, State
 
 PROTOCOL_VERSION = 1
@@ -46,6 +48,7 @@ def set_options(socket: zmq.Socket[bytes], hwm: int, max_frame: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
@@ -118,11 +121,14 @@ class Peer:
         context: Context,
         name: str,
         endpoint: str,
+        security: Security | None,
+        key: bytes,
         landing: memoryview,
         on_bad_frame: Callable[[], None],
     ) -> None:
         self.name = name
         self.endpoint = endpoint
+        self.key = key
         self.registered = 0
         self.lost = ""
         """Why there is no connection; empty while there is one, or the first is being made."""
@@ -132,9 +138,10 @@ class Peer:
         self._turns: deque[ZmqReading] = deque()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         set_options(self.socket, 4 * WINDOW, CHUNK_BYTES)
+        secure_client(self.socket, security, key)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            self.socket.connect(endpoint)
+            self._line = Line(self.socket, endpoint)
         except zmq.ZMQError:
             self.close("it was never dialled")
             raise
@@ -151,6 +158,10 @@ class Peer:
             self._take(frames)
         self._watch()
         self._ask()
+
+    def look(self, now: float) -> None:
+        """Dial anew if there has been no connection for long."""
+        self._line.look(now, up=not self.lost)
 
     def close(self, why: str) -> None:
         self._fail_all(why)

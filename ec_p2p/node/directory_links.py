@@ -18,6 +18,7 @@ from ec_p2p.control.directories import announce_to
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.interface import Announces, Pollable
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
+from ec_p2p.control.security import Security
 from ec_p2p.control.view import View
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,22 @@ class DirectoryLinks:
         on_change: Callable[[bytes], None],
         on_up: Callable[[NodeInfo], None],
         on_down: Callable[[bytes], None],
+        *,
+        security: Security | None = None,
     ) -> None:
         self._context = context
+        self._security = security
         self._config = config
         self._bind_host = bind_host
         self._announcers: list[Announces] = [
-            announce_to(context, endpoint, info, heartbeat_s=config.heartbeat_s, timeout_s=config.node_timeout_s)
+            announce_to(
+                context,
+                endpoint,
+                info,
+                heartbeat_s=config.heartbeat_s,
+                timeout_s=config.node_timeout_s,
+                security=security,
+            )
             for endpoint in config.directories
         ]
         self._view = View(
@@ -54,6 +65,7 @@ class DirectoryLinks:
             on_change=on_change,
             on_node=lambda node, up: on_up(node) if up else on_down(node.incarnation),
             node_timeout_s=config.node_timeout_s,
+            security=security,
         )
         self._owner: dict[Pollable, Announces] = {
             socket: announcer for announcer in self._announcers for socket in announcer.sockets
@@ -136,7 +148,8 @@ class DirectoryLinks:
         elif not self._complained and now - self._unreached_since > self._config.node_timeout_s:
             self._complained = True
             endpoints = ", ".join(map(without_password, self._config.directories))
-            logger.warning("no directory answers at %s: nothing is shared with others", endpoints)
+            keys = " (nor would one with other keys, or that does not allow ours)" if self._security else ""
+            logger.warning("no directory answers at %s%s: nothing is shared with others", endpoints, keys)
 
     # -------------------------------------------------------- hosting
 
@@ -158,6 +171,7 @@ class DirectoryLinks:
                 pub_port=self._config.directory_pub_port or self._config.ec_port + 1,
                 node_timeout_s=self._config.node_timeout_s,
                 heartbeat_s=self._config.heartbeat_s,
+                security=self._security,
             )
         except (OSError, zmq.ZMQError) as error:
             logger.debug(

@@ -1,12 +1,17 @@
-"""Which addresses a node binds to and is dialled at."""
+"""Which addresses a node binds to and is dialled at, and what is said of who can reach them."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
+from collections.abc import Iterable
 
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.directories import host_of
+from ec_p2p.curve import Security, key_text
+
+logger = logging.getLogger(__name__)
 
 
 def hosts(config: Config) -> tuple[str, str]:
@@ -25,6 +30,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def say_who_gets_in(security: Security | None, hosts: Iterable[str]) -> None:
+    """One line at the start of a process that uses these addresses."""
+    if security is not None:
+        others = len(security.allow) - 1
+        logger.info(
+            "ZMQ connections need keys; ours is %r, and %d others are allowed", key_text(security.public), others
+        )
+        return
+    reachable = sorted({host for host in hosts if not is_loopback(host)})
+    if reachable:
+        logger.warning(
+            "no `security` is set: whoever reaches the ports at %s can read entries and advertise false ones",
+            ", ".join(reachable),
+        )
 
 
 def _directory_host(config: Config) -> str:

@@ -31,7 +31,10 @@ from ec_p2p.control.messages import (
     StageRequest,
     ToPeer,
 )
+from ec_p2p.control.security import Security, secure_client, secure_server
 from ec_p2p.control.sockets import bound_port, open_socket, send_now
+from ec_p2p.curve import why_not
+from ec_p2p.dialling import Line
 from ec_p2p.transport.interface import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -48,12 +51,13 @@ class PeerState(Enum):
 class Peer:
     """One other node's incarnation."""
 
-    __slots__ = ("asked_at", "info", "key", "registered", "revision", "socket", "state")
+    __slots__ = ("asked_at", "info", "key", "line", "registered", "revision", "socket", "state")
 
-    def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes], line: Line) -> None:
         self.info = info
         self.key = info.incarnation.hex()
         self.socket = socket
+        self.line = line
         self.state = PeerState.ASKING
         self.asked_at = float("-inf")
         self.revision = 0
@@ -82,8 +86,11 @@ class Peers:
         on_asked: Callable[[bytes, StageRequest], None],
         on_staged: Callable[[bytes, StageAnswer], None],
         on_bad_frame: Callable[[str, BadFrame], None],
+        *,
+        security: Security | None = None,
     ) -> None:
         self._context = context
+        self._security = security
         self._transport = transport
         self._incarnation = incarnation
         self._card = card
@@ -94,6 +101,7 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
         self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
         self._router = open_socket(context, zmq.ROUTER, f"tcp://{bind_host}")
+        secure_server(self._router, security)
         self._router.bind(f"tcp://{bind_host}:{port or '*'}")
         self.port = bound_port(self._router)
 
@@ -116,14 +124,19 @@ class Peers:
             if known.info == info:
                 return
             self.down(info.incarnation)
+        refusal = why_not(self._security, info.key)
+        if refusal:
+            logger.warning("node %r at %s is not connected to: %s", info.name, info.address, refusal)
+            return
         socket = open_socket(self._context, zmq.DEALER, info.address)
+        secure_client(socket, self._security, info.key)
         try:
-            socket.connect(info.address)
+            line = Line(socket, info.address)
         except zmq.ZMQError as error:
             socket.close()
             logger.warning("node %s advertises %r, which cannot be dialled: %s", info.name, info.address, error)
             return
-        peer = Peer(info, socket)
+        peer = Peer(info, socket, line)
         self._peers[info.incarnation] = peer
         self._by_socket[socket] = peer
         self.ask(peer, now)
@@ -142,7 +155,9 @@ class Peers:
         if now - peer.asked_at < _ASK_AGAIN_S:
             return
         # False until the connection stands: `tick` tries again.
-        if send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation))):
+        sent = send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation)))
+        peer.line.look(now, up=sent)
+        if sent:
             peer.asked_at = now
 
     def stage(self, peer: Peer, identity: bytes) -> bool:

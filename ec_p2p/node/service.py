@@ -20,10 +20,13 @@ import zmq
 
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
+from ec_p2p.control.directories import host_of
 from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
+from ec_p2p.control.security import Gate
 from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Tally
+from ec_p2p.keys import load_security
 from ec_p2p.node import network
 from ec_p2p.node.clients import Clients
 from ec_p2p.node.counters import MetricsServer
@@ -75,7 +78,10 @@ class Node:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         resources.callback(self._context.destroy, linger=0)
         config = self.config
+        security = load_security(config)
         advertise, bind = network.hosts(config)
+        network.say_who_gets_in(security, [advertise, bind, *map(host_of, config.directories)])
+        gate = resources.enter_context(Gate(self._context, security)) if security else None
         # The clients' address is also the lock on the node's name: taken before anything expensive.
         self._sessions = Sessions(
             config,
@@ -108,8 +114,12 @@ class Node:
             context=self._context,
             bind_host=bind,
             advertise_host=advertise,
+            security=security,
         )
         resources.callback(self.transport.close)
+        if security and self.transport.kind == "nixl":
+            level = logging.WARNING if config.require_encryption else logging.INFO
+            logger.log(level, "what NIXL moves between hosts is not encrypted; with transport zmq it is")
         self._registration = Registration(self.transport, self.incarnation, self.counters)
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
         self.backend.release(self.backend.reserve(1))
@@ -124,10 +134,12 @@ class Node:
             self._on_stage_request,
             self._on_stage_answer,
             self._on_bad_frame,
+            security=security,
         )
         resources.callback(self._peers.close)
         address = f"tcp://{advertise}:{self._peers.port}"
-        self.info = NodeInfo(self.incarnation, config.name, address, started_at=int(time.time()))
+        key = security.public if security else b""
+        self.info = NodeInfo(self.incarnation, config.name, address, started_at=int(time.time()), key=key)
         self._leases = Leases()
         self._staging = Staging(
             self.storage,
@@ -164,6 +176,7 @@ class Node:
             on_change=self._on_change,
             on_up=self._on_peer_up,
             on_down=self._on_peer_gone,
+            security=security,
         )
         resources.callback(self._links.close)
         disk = self.storage.disk
@@ -204,6 +217,7 @@ class Node:
             self._staging,
             self._peers,
             self._links,
+            gate,
         )
         self._metrics = MetricsServer(
             config.metrics_host, config.metrics_port, self._status.counts, self._status.gauges

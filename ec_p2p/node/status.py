@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ec_p2p.config import Config
 from ec_p2p.config_kinds import without_password
 from ec_p2p.control.messages import NodeInfo
+from ec_p2p.control.security import Gate
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
 from ec_p2p.node.counters import flat
@@ -42,6 +43,8 @@ class Status:
     staging: Staging
     peers: Peers
     links: DirectoryLinks
+    gate: Gate | None
+    """None: there are no keys."""
     metrics_port: int = 0
     """Where /metrics is, once it is served."""
 
@@ -70,7 +73,12 @@ class Status:
 
     def counts(self) -> dict[Series, float]:
         """What has happened so far."""
-        return self.counters.values() | self.storage.counts()
+        own: dict[Series, float] = {}
+        if self.gate is not None:
+            own["keys_refused", ()] = self.gate.refused
+        if self.transport.bad_frames:
+            own["bad_frames", (("socket", "transport"),)] = self.transport.bad_frames
+        return self.counters.values() | self.storage.counts() | own
 
     def gauges(self) -> dict[Series, float]:
         """What is the case now."""
