@@ -73,7 +73,8 @@ class Follower:
     """
 
     def __init__(self, table: Table, timeout_s: float) -> None:
-        self.counters = dict.fromkeys(("snapshots", "requests", "events", "gaps", "silences"), 0)
+        counted = ("snapshots", "requests", "events", "adverts", "withdrawals", "gaps", "silences")
+        self.counters = dict.fromkeys(counted, 0)
         self._table = table
         self._timeout_s = timeout_s
         self._epoch = b""
@@ -224,6 +225,8 @@ class Follower:
         self.counters["events"] += len(events)
         for event in events:
             if isinstance(event, Changed):
+                self.counters["adverts"] += len(event.adverts)
+                self.counters["withdrawals"] += len(event.withdrawn)
                 doubt = self._doubts.get(event.incarnation)
                 if doubt and doubt.identities:
                     doubt.identities.difference_update([advert.identity for advert in event.adverts])

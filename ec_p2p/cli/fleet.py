@@ -6,7 +6,9 @@ knows most of it: another may be hearing it anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ec_p2p.control.messages import Advert, EntryState, InstanceInfo, NodeInfo
@@ -51,14 +53,13 @@ def rows_of(view: View) -> list[NodeRow]:
     return sorted(rows, key=lambda row: (row.info.name, row.info.address))
 
 
-def _add_up(adverts: Iterable[Advert]) -> tuple[dict[str, int], dict[str, int]]:
-    entries = dict.fromkeys(STATES.values(), 0)
+def _add_up(adverts: Sequence[Advert]) -> tuple[dict[str, int], dict[str, int]]:
+    # There may be a million.
+    counts = Counter(map(attrgetter("state"), adverts))
+    entries = {word: counts[int(state)] for state, word in STATES.items()}
     nbytes = dict.fromkeys(STATES.values(), 0)
-    words = {int(state): word for state, word in STATES.items()}
-    for advert in adverts:
-        word = words[advert.state]
-        entries[word] += 1
-        nbytes[word] += advert.nbytes
+    for state in counts:
+        nbytes[STATES[EntryState(state)]] = sum(advert.nbytes for advert in adverts if advert.state == state)
     return entries, nbytes
 
 

@@ -19,6 +19,7 @@ from ec_p2p.config import Config, ConfigError
 from ec_p2p.config_sources import explain_ec_engine_config
 from ec_p2p.control.sockets import Context
 from ec_p2p.control.view import View
+from ec_p2p.keys import load_security
 
 _OTHERS_S = 1.0
 """Once one directory is followed, the others are waited for at most this much longer."""
@@ -59,8 +60,16 @@ class Following:
     """Follows all directories of `config`. One thread's; ends with `close`."""
 
     def __init__(self, config: Config) -> None:
+        """Raises ConfigError for keys, or a kind of directory, that cannot be used here."""
+        self._security = load_security(config)
         self._context: Context = zmq.Context()
-        self.view = View(self._context, config.directories, node_timeout_s=config.node_timeout_s)
+        try:
+            self.view = View(
+                self._context, config.directories, node_timeout_s=config.node_timeout_s, security=self._security
+            )
+        except ValueError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(str(error)) from None
         self._poller = zmq.Poller()
         for socket in self.view.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -83,10 +92,14 @@ class Following:
         """Wait for news of the directories, at most so long, and take it in. Returns what could be read."""
         wait_s = min(longest_s, self.view.tick(time.monotonic()))
         ready = {target for target, _ in self._poller.poll(math.ceil(max(0.0, wait_s) * 1000))}
-        for socket in self.view.sockets:
-            if socket in ready:
-                self.view.on_readable(socket)
+        for socket in ready.intersection(self.view.sockets):
+            self.view.on_readable(socket)
         return ready
+
+    @property
+    def followed(self) -> int:
+        """How many directories the view is in step with."""
+        return sum(replica.fresh for replica in self.view.replicas)
 
     def catch_up(self, timeout_s: float) -> list[str]:
         """Return once the view is what the directories know; then the endpoints of those that do not answer.
@@ -105,7 +118,8 @@ class Following:
         silent = [replica.endpoint for replica in self.view.replicas if not replica.fresh]
         if not self.view.fresh:
             if not answered:
-                raise NoDirectory(f"no directory answered within {timeout_s:g} s at {', '.join(silent)}")
+                locked = " with these keys" if self._security else ""
+                raise NoDirectory(f"no directory answered{locked} within {timeout_s:g} s at {', '.join(silent)}")
             endpoints = ", ".join(sorted(answered))
             raise NoDirectory(f"what {endpoints} publishes did not arrive within {timeout_s:g} s: is that port open?")
         return silent

@@ -9,6 +9,7 @@ import pytest
 
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, InstanceInfo, NodeInfo
+from ec_p2p.curve import Security
 from tests.control.harness import Loop, advert
 from tests.node.conftest import Fleet
 
@@ -24,9 +25,10 @@ class Announced:
     """A real directory, and announcers that tell it of nodes without there being any. They go on telling, in a thread
     of their own, until the test ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: Security | None = None) -> None:
         self._loop = Loop()
-        self.directory: Directory = self._loop.directory()
+        self._security = security
+        self.directory: Directory = self._loop.directory(security=security)
         self.endpoint = self.directory.endpoint
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._turn)
@@ -34,7 +36,7 @@ class Announced:
     def tell(self, nodes: dict[NodeInfo, tuple[list[InstanceInfo], list[Advert]]]) -> None:
         """Once the directory has heard everything this returns."""
         for node, (instances, adverts) in nodes.items():
-            announcer = self._loop.announcer(self.endpoint, node)
+            announcer = self._loop.announcer(self.endpoint, node, security=self._security)
             announcer.describe(instances)
             for one in adverts:
                 announcer.store(one)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from ec_p2p.cli import words
@@ -12,6 +14,8 @@ from ec_p2p.cli.ls import as_text
 from ec_p2p.control.codec import encode
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import PROTOCOL_VERSION, EntryState, InstanceInfo, NodeInfo, Welcome
+from ec_p2p.curve import key_text
+from ec_p2p.keys import new_key_file, security_of
 from ec_p2p.node.client import NodeClient
 from tests.cli.commands import run
 from tests.cli.conftest import Announced, held
@@ -123,6 +127,27 @@ def test_a_publishing_port_that_is_closed_is_told_from_a_directory_that_is_not_t
     done = run("ls", "--directory", announced.endpoint, "--timeout", "1")
     expected = f"ec-p2p ls: what {announced.endpoint} publishes did not arrive within 1 s: is that port open?\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+def test_a_directory_with_keys_is_followed_with_them(tmp_path: Path) -> None:
+    public, text = new_key_file()
+    for name, content in (("own", text), ("other", new_key_file()[1])):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o600)
+    security = security_of(str(tmp_path / "own"), "own")
+    assert security is not None
+    assert key_text(security.directory) == public
+    announced = Announced(security)
+    try:
+        announced.tell({msgspec.structs.replace(node(1), key=security.public): ([], [])})
+        directory = ["--directory", announced.endpoint]
+        assert [row["name"] for row in listed(*directory, "--set", f"security={tmp_path}/own")["nodes"]] == ["host-1"]
+        for settings, how in (([], ""), (["--set", f"security={tmp_path}/other"], " with these keys")):
+            done = run("ls", *directory, "--timeout", "1", *settings)
+            expected = f"ec-p2p ls: no directory answered{how} within 1 s at {announced.endpoint}\n"
+            assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+    finally:
+        announced.close()
 
 
 @pytest.mark.parametrize(
