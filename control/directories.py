@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from ec_p2p.config_kinds import without_password
@@ -14,6 +14,7 @@ from ec_p2p.control.security import Security
 from ec_p2p.control.sockets import Context
 from ec_p2p.control.valkey_announcer import ValkeyAnnouncer
 from ec_p2p.control.valkey_replica import ValkeyReplica
+from ec_p2p.control.valkey_server import parse
 
 
 def announce_to(
@@ -27,7 +28,7 @@ def announce_to(
 ) -> Announces:
     """Tell the directory at `endpoint` what `node` holds. `security` is for ZMQ only.
 
-    Raises ValueError for an endpoint that is none, and ClientMissing, which is one, without the library for it.
+    Raises ValueError for an endpoint that is none; ConfigError, which is one, also without the library for it.
     """
     if not is_zmq(endpoint):
         return ValkeyAnnouncer(endpoint, without_password(endpoint), node, heartbeat_s=heartbeat_s, timeout_s=timeout_s)
@@ -46,8 +47,8 @@ def replicate(
     """Follow the directory at `endpoint`.
 
     `on_change(identity)` is called for every advert that appeared, changed or went, `on_node(node, up)` for every node
-    that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none, and
-    ClientMissing, which is one, without the library for it.
+    that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none;
+    ConfigError, which is one, also without the library for it.
     """
     if not is_zmq(endpoint):
         return ValkeyReplica(
@@ -56,6 +57,13 @@ def replicate(
     return Replica(
         context, endpoint, on_change=on_change, on_node=on_node, node_timeout_s=node_timeout_s, security=security
     )
+
+
+def check_endpoints(endpoints: Iterable[str]) -> None:
+    """Raises ConfigError for one that cannot be used here, because it is none or a library is missing."""
+    for endpoint in endpoints:
+        if not is_zmq(endpoint):
+            parse(endpoint)
 
 
 def is_zmq(endpoint: str) -> bool:

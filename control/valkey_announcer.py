@@ -35,8 +35,7 @@ _ANSWERS = 64
 
 
 class ValkeyAnnouncer:
-    """As `interface.Announces` says. Raises ValueError for an endpoint that is none, ClientMissing without the library
-    for it."""
+    """As `interface.Announces` says. Raises ConfigError for an endpoint that is none, or without the library for it."""
 
     def __init__(
         self, endpoint: str, shown: str, node: NodeInfo, *, heartbeat_s: float = 1.0, timeout_s: float = 4.0

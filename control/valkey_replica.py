@@ -47,8 +47,8 @@ class _Change(NamedTuple):
 
 
 class ValkeyReplica:
-    """As `interface.Replicates` and `directories.replicate` say. Raises ValueError for an endpoint that is none,
-    ClientMissing without the library for it."""
+    """As `interface.Replicates` and `directories.replicate` say. Raises ConfigError for an endpoint that is none, or
+    without the library for it."""
 
     def __init__(
         self,

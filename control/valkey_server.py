@@ -17,6 +17,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from ec_p2p.config import ConfigError
+from ec_p2p.config_kinds import Endpoints, shown
 from ec_p2p.control import valkey_scripts
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import (
@@ -31,9 +33,7 @@ from ec_p2p.control.messages import (
     NodeUp,
 )
 
-ACCEPTED = "valkey://[user:password@]host:port[/prefix], or valkeys:// for TLS"
-_TLS = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
-_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_TLS = ("valkeys", "rediss")
 _PREFIX = "ec-p2p"
 _OLDEST = (6, 2)
 _PAGE = 1024
@@ -47,10 +47,6 @@ class Unreachable(Exception):
 
 class Refuses(Exception):
     """The server answers, and will not do what is asked."""
-
-
-class ClientMissing(ValueError):
-    """The library that talks to such servers is not installed."""
 
 
 class Position(NamedTuple):
@@ -84,11 +80,15 @@ class Server:
     host: str
     port: int
     prefix: str
+    password_file: str
     options: dict[str, Any] = field(repr=False)
 
     def connect(self, timeout_s: float, node_timeout_s: float) -> Connection:
         """A new connection to what is ready to be used. Raises Unreachable or Refuses."""
         redis = _library()
+        options = self.options
+        if self.password_file:
+            options = {**options, "password": _password_in(self.password_file)}
         client = redis.Redis(
             host=self.host,
             port=self.port,
@@ -99,29 +99,34 @@ class Server:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,
-            **self.options,
+            **options,
         )
         return Connection(client, self.prefix, node_timeout_s)
 
 
 def parse(endpoint: str) -> Server:
-    """What an endpoint means. Raises ValueError, which does not quote its password, and ClientMissing."""
-    parts = urlsplit(endpoint)
+    """What an endpoint means. Raises ConfigError, also where the library for it is missing."""
+    kind = Endpoints()
     try:
-        port = parts.port
+        kind.check([endpoint])
     except ValueError:
-        port = None
-    prefix = unquote(parts.path.removeprefix("/")) or _PREFIX
-    files = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if parts.scheme not in _TLS or not parts.hostname or not port or ":" in prefix or not files.keys() <= set(_FILES):
-        raise ValueError(f"the endpoint of a directory at {parts.hostname!r} cannot be used; accepted: {ACCEPTED}")
-    _library()
-    options: dict[str, Any] = {"ssl": _TLS[parts.scheme], **files}
+        raise ConfigError(f"directory={shown(endpoint)}; accepted: {kind.accepted}") from None
+    try:
+        _library()
+    except ImportError as error:
+        raise ConfigError(
+            f"directory={shown(endpoint)} needs the Python package 'redis' ({error}); accepted: with it, which comes "
+            "with the extra 'valkey' of ec-p2p, or a directory at 'tcp://host:14579'"
+        ) from None
+    parts = urlsplit(endpoint)
+    files = dict(parse_qsl(parts.query))
+    password_file = files.pop("password_file", "")
+    options: dict[str, Any] = {"ssl": parts.scheme in _TLS, **files}
     if parts.username:
         options["username"] = unquote(parts.username)
     if parts.password:
         options["password"] = unquote(parts.password)
-    return Server(parts.hostname, port, prefix, options)
+    return Server(parts.hostname or "", parts.port or 0, parts.path[1:] or _PREFIX, password_file, options)
 
 
 class Connection:
@@ -304,14 +309,18 @@ def _array(count: int, blob: bytes) -> list[Advert]:
     return adverts
 
 
-def _library() -> ModuleType:
+def _password_in(path: str) -> str:
+    """Read for each connection: it may be another one by now."""
     try:
-        import redis
-        import redis.backoff
-        import redis.retry
-    except ImportError as error:
-        raise ClientMissing(
-            f"a Valkey or Redis server as directory needs the Python package redis ({error}); "
-            "install it, or ec-p2p with its extra: ec-p2p[valkey]"
-        ) from None
+        with open(path) as file:
+            return file.read().strip()
+    except (OSError, UnicodeError) as error:
+        raise Refuses(f"the password in {path!r} cannot be read ({error})") from None
+
+
+def _library() -> ModuleType:
+    import redis
+    import redis.backoff
+    import redis.retry
+
     return redis

@@ -175,6 +175,12 @@ def combine(values: Mapping[str, Any]) -> Config:
             "require_encryption=True without security; accepted: both, with keys as `ec-p2p keygen` makes them",
             ("require_encryption", "security"),
         )
+    plain = [endpoint for endpoint in config.directory if endpoint.startswith(("valkey://", "redis://"))]
+    if config.require_encryption and plain:
+        raise ConfigError(
+            f"require_encryption=True with directory={shown(plain[0])}; accepted: 'valkeys://', which is TLS",
+            ("require_encryption", "directory"),
+        )
     return config
 
 

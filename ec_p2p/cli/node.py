@@ -14,12 +14,20 @@ from typing import Any
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import Config, make_config
 from ec_p2p.config_sources import explain_ec_engine_config
+from ec_p2p.control.directories import check_endpoints
 from ec_p2p.keys import load_security
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("node", help="run this host's node")
     add_arguments(parser)
+    parser.add_argument(
+        "--directory",
+        action="append",
+        default=[],
+        metavar="ENDPOINT",
+        help="a directory, as in the setting of this name; may be given several times",
+    )
     parser.add_argument(
         "--exactly", action="store_true", help="take no setting from a configuration file or from the environment"
     )
@@ -32,6 +40,8 @@ def add_parser(subparsers: Any) -> None:
 def read_settings(args: argparse.Namespace) -> Config:
     """The configuration of this node. Raises ConfigError."""
     settings = settings_of(args)
+    if args.directory:
+        settings["directory"] = args.directory
     if args.exactly or args.spawned:
         # Whoever starts a node leaves out what is at its default: another value must not come in from elsewhere.
         return make_config(settings)
@@ -44,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     )
     config = read_settings(args)
     logging.getLogger().setLevel(config.log_level)
-    load_security(config)  # for what is wrong with the keys: who starts the node is to see it
+    # For what is wrong with them: who starts the node is to see it.
+    load_security(config)
+    check_endpoints(config.directories)
     if args.spawned:
         _detach(config)
     import zmq
