@@ -13,7 +13,7 @@ READY  := $(VENV)/.ready
 # mypy gets to see the package in that shape, through links.
 TYPED  := build/typed
 
-.PHONY: all .venv demo test lint clean
+.PHONY: all .venv demo test lint valkey clean
 
 all: .venv
 
@@ -34,8 +34,16 @@ endif
 demo: $(READY)
 	$(BIN)/python examples/disagg/demo.py
 
-test: lint
+test: lint valkey
 	$(BIN)/python -m pytest
+
+# Tests of directories in Valkey and Redis servers skip themselves where there is none and none can be installed.
+valkey:
+	@command -v valkey-server || command -v redis-server || { \
+		test "$$(id -u)" = 0 && command -v apt-get && \
+		{ timeout 300 apt-get install -qq -y redis-server || \
+		{ timeout 300 apt-get update -qq && timeout 300 apt-get install -qq -y redis-server; }; }; \
+	} || echo "no valkey-server and no redis-server: their tests will be skipped"
 
 lint: $(READY)
 	$(BIN)/ruff check .
