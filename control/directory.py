@@ -228,7 +228,8 @@ class Directory:
             return
         if isinstance(message, Hello | Goodbye) and self._security and not self._state.may_say(message, key):
             self._counters["refused"] += 1
-            self._reply(route, encode(Refused("this node, or its name and address, are those of another key")))
+            if isinstance(message, Hello):
+                self._reply(route, encode(Refused("this node, or its name and address, are those of another key")))
             return
         events = self._state.apply(message, route, now)
         if events is None:
