@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.control.harness import KINDS, Loop
-from tests.control.valkey_process import needs_server
+from tests.control.valkey_process import ValkeyProcess, needs_server
 
 
 @pytest.fixture
@@ -19,3 +19,13 @@ def loop() -> Iterator[Loop]:
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of directory that there is."""
     return str(request.param)
+
+
+@pytest.fixture
+def server(loop: Loop) -> Iterator[ValkeyProcess]:
+    """A Valkey or Redis server that outlives who is driven by `loop`."""
+    server = ValkeyProcess()
+    yield server
+    server.thaw()
+    loop.close()
+    server.close()
