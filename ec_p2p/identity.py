@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
@@ -67,8 +67,18 @@ def entry_identity(namespace: str, identifier: str) -> bytes:
 
     Lengths go first, so that no choice of identifier reaches into another namespace.
     """
-    space, name = _utf8("namespace", namespace), _utf8("identifier", identifier)
-    return hashlib.sha256(_LENGTHS.pack(len(space), len(name)) + space + name).digest()
+    return identities_in(namespace)(identifier)
+
+
+def identities_in(namespace: str) -> Callable[[str], bytes]:
+    """`entry_identity` for the many identifiers of one namespace, which is encoded once."""
+    space = _utf8("namespace", namespace)
+
+    def identity(identifier: str) -> bytes:
+        name = _utf8("identifier", identifier)
+        return hashlib.sha256(_LENGTHS.pack(len(space), len(name)) + space + name).digest()
+
+    return identity
 
 
 def _utf8(name: str, text: str) -> bytes:

@@ -21,6 +21,7 @@ from ec_p2p.identity import (
     CacheEngineKey,
     WeightsError,
     entry_identity,
+    identities_in,
     in_language_model,
     namespace_of,
     stable_u64,
@@ -67,6 +68,7 @@ def test_the_key_reads_like_lmcaches_and_hashes_like_a_value() -> None:
 def test_identity_is_the_documented_hash() -> None:
     expected = hashlib.sha256(struct.pack("<QQ", 2, 3) + b"ns" + "aé".encode()).digest()
     assert entry_identity("ns", "aé") == expected
+    assert [identities_in("ns")(name) for name in ("aé", "b")] == [expected, entry_identity("ns", "b")]
 
 
 @UNHURRIED

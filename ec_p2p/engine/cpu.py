@@ -14,7 +14,7 @@ from ec_p2p.engine import victims
 from ec_p2p.engine.arena import Arena, Slab
 from ec_p2p.engine.entry import Entry, layout_of
 from ec_p2p.engine.extents import Extent, Extents, OnSlab, SlabRefused, whole_pages
-from ec_p2p.engine.generation import GenerationTable, check
+from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 
 __all__ = ["Entry", "Listener", "LocalCPUBackend", "OutOfMemory", "Pin", "TooLarge"]
@@ -29,7 +29,8 @@ class OutOfMemory(Exception):
 
 
 Listener = Callable[[Entry], None]
-"""Called under the backend's lock, in the order of events: it must be quick, do no I/O and change nothing here."""
+"""Called under the backend's lock, in the order of events: it must be quick, do no I/O, and change nothing here but
+the pins of the entry that it is told of."""
 
 
 class Pin:
@@ -93,6 +94,8 @@ class LocalCPUBackend:
 
     def get(self, identity: bytes) -> Entry | None:
         """The entry, which becomes the most recently used one."""
+        if identity not in self._index:
+            return None  # most are new when they are asked for, and need no lock
         with self._lock:
             entry = self._index.get(identity)
             if entry is not None:
@@ -102,11 +105,6 @@ class LocalCPUBackend:
     def peek(self, identity: bytes) -> Entry | None:
         """The entry, its place in the order of eviction unchanged."""
         return self._index.get(identity)
-
-    def entries(self) -> list[Entry]:
-        """Every visible entry, oldest first."""
-        with self._lock:
-            return list(self._index.values())
 
     def __len__(self) -> int:
         return len(self._index)
@@ -164,14 +162,17 @@ class LocalCPUBackend:
             raise ValueError(f"cannot reserve {nbytes} bytes")
         if nbytes > self.largest_entry:
             raise TooLarge(f"{nbytes} bytes; the largest entry of this arena is {self.largest_entry}")
+        size = whole_pages(nbytes)
         with self._lock:
             try:
-                extent = self._extents.reserve(nbytes)
+                extent = self._extents.reserve(size)
             except SlabRefused:
                 extent = None
             if extent is None:
-                self._make_room(whole_pages(nbytes))
-                extent = self._extents.reserve(nbytes)
+                extent = self._succeed(size)
+            if extent is None:
+                self._make_room(size)
+                extent = self._extents.reserve(size)
                 assert extent is not None, "the plan made room"
             return extent
 
@@ -195,20 +196,22 @@ class LocalCPUBackend:
         If the identity is there already the old entry wins: the extent is freed and the old entry returned. Raises
         ValueError (ExtentError for the extent) with nothing changed: the extent is then still reserved.
         """
-        check(identity, nbytes, rows, dim, dtype)
+        layout = layout_of(rows, dim, dtype)
+        if nbytes != layout.nbytes or type(identity) is not bytes or len(identity) != IDENTITY_BYTES:
+            check(identity, nbytes, rows, dim, dtype)  # says what is wrong
+        size, offset, slot = layout.extent_bytes, extent.offset, extent.slot
         with self._lock:
             self._extents.keep(extent, nbytes)
             old = self._index.get(identity)
             if old is not None:
-                self._extents.free_entry(extent.offset, whole_pages(nbytes), extent.slot)
+                self._extents.free_entry(offset, size, slot)
                 self._policy.touched(identity)
                 return old
             generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
-            layout = layout_of(rows, dim, dtype)
-            entry = Entry(identity, layout, extent.slab, extent.offset, extent.slot, generation)
-            self._index[identity] = self._by_offset[entry.offset] = entry
-            self._policy.added(identity, layout.extent_bytes)
-            self._used += layout.extent_bytes
+            entry = Entry(identity, layout, extent.slab, offset, slot, generation)
+            self._index[identity] = self._by_offset[offset] = entry
+            self._policy.added(identity, size)
+            self._used += size
             if self._on_stored is not None:
                 self._on_stored(entry)
             return entry
@@ -268,14 +271,18 @@ class LocalCPUBackend:
             return True
 
     def _evict(self, entry: Entry) -> None:
-        # The record dies first: from here on a reader that is half-way through the extent discards what it has.
-        self._table.invalidate(entry.record_offset)
-        del self._index[entry.identity], self._by_offset[entry.offset]
-        self._policy.removed(entry.identity)
+        self._hide(entry)
         if entry not in self._pins:
             self._free(entry)
         if self._on_evicted is not None:
             self._on_evicted(entry)
+
+    def _hide(self, entry: Entry) -> None:
+        # The record dies first: from here on a reader that is half-way through the extent discards what it has.
+        self._table.invalidate(entry.record_offset)
+        identity = entry.identity
+        del self._index[identity], self._by_offset[entry.offset]
+        self._policy.removed(identity)
 
     def _free(self, entry: Entry) -> None:
         self._used -= entry.extent_bytes
@@ -284,6 +291,25 @@ class LocalCPUBackend:
     def _candidates(self) -> Iterator[Entry]:
         """Every entry, the first to evict in front, pinned ones included."""
         return map(self._index.__getitem__, self._policy.victims())
+
+    def _succeed(self, size: int) -> Extent | None:
+        """The place of the first victim, its record too, if it is of just this size; else None, with nothing evicted.
+
+        No plan would be better, and in a full tier most are of few sizes: nothing is freed to be searched for again.
+        """
+        pins = self._pins
+        for victim in self._candidates():
+            if victim not in pins:
+                break
+        else:
+            return None
+        if victim.extent_bytes != size:
+            return None
+        self._hide(victim)
+        self._used -= size
+        if self._on_evicted is not None:
+            self._on_evicted(victim)
+        return self._extents.succeed(victim.slab, victim.offset, size, victim.slot)
 
     def _make_room(self, size: int) -> None:
         chosen = None

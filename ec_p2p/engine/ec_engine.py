@@ -12,7 +12,7 @@ from ec_p2p.config import Config
 from ec_p2p.engine.cpu import OutOfMemory, TooLarge
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
-from ec_p2p.identity import CacheEngineKey, entry_identity, stable_u64
+from ec_p2p.identity import CacheEngineKey, identities_in, stable_u64
 
 
 class ECCacheEngine:
@@ -36,7 +36,9 @@ class ECCacheEngine:
         self.model_name = model_name
         self.encoder_dtype = encoder_dtype
         self._dtype_name = dtype_name(encoder_dtype)
+        self._itemsize = encoder_dtype.itemsize
         self.namespace = namespace or f"{model_name}@{self._dtype_name}"
+        self._identity_of = identities_in(self.namespace)
         self._owns_storage = storage_manager is None
         self.storage_manager = StorageManager.of(config or Config()) if storage_manager is None else storage_manager
         self._closed = False
@@ -47,14 +49,14 @@ class ECCacheEngine:
 
     def identity(self, mm_hash: str) -> bytes:
         """What the entry is found by, in every tier."""
-        return entry_identity(self.namespace, mm_hash)
+        return self._identity_of(mm_hash)
 
     def contains(self, mm_hash: str) -> bool:
         """Whether a `get` right now would find the entry, in memory or on disk.
 
         A damaged file is found out by reading it: then `get` says None, and from then on this says False.
         """
-        return self._storage().contains(self.identity(mm_hash))
+        return self._storage().contains(self._identity_of(mm_hash))
 
     def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Copy a (tokens, dim) tensor in, from any device, cast to `encoder_dtype` in the same copy.
@@ -65,18 +67,17 @@ class ECCacheEngine:
         the tensor may be overwritten; it never waits for the disk, to which the entry goes behind it. Raises ValueError
         unless the tensor is 2-D.
         """
-        if tensor.dim() != 2:
-            raise ValueError(
-                f"cannot store {mm_hash!r}: its tensor has shape {tuple(tensor.shape)}; accepted: (tokens, dim)"
-            )
-        storage, identity = self._storage(), self.identity(mm_hash)
+        shape = tensor.shape
+        if len(shape) != 2:
+            raise ValueError(f"cannot store {mm_hash!r}: its tensor has shape {tuple(shape)}; accepted: (tokens, dim)")
+        storage, identity = self._storage(), self._identity_of(mm_hash)
         cpu = storage.cpu
         entry = cpu.get(identity)
         if entry is not None:
             storage.offer(entry)
             return True
-        rows, dim = tensor.shape
-        nbytes = rows * dim * self.encoder_dtype.itemsize
+        rows, dim = shape
+        nbytes = rows * dim * self._itemsize
         try:
             extent = cpu.reserve(nbytes)
         except (TooLarge, OutOfMemory):
@@ -91,7 +92,7 @@ class ECCacheEngine:
 
     def get(self, mm_hash: str, device: str | torch.device = "cpu") -> torch.Tensor | None:
         """A fresh copy of the entry on `device`, or None if there is none. Waits for the disk if it is only there."""
-        storage, identity = self._storage(), self.identity(mm_hash)
+        storage, identity = self._storage(), self._identity_of(mm_hash)
         try:
             pin = storage.borrow(identity)
         except (OutOfMemory, TooLarge):

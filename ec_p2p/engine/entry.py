@@ -12,7 +12,7 @@ import msgspec
 
 from ec_p2p.engine.arena import Slab
 from ec_p2p.engine.extents import whole_pages
-from ec_p2p.engine.generation import RECORD_BYTES, itemsize
+from ec_p2p.engine.generation import RECORD_BYTES, tensor_bytes
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
@@ -27,8 +27,9 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
 
 @lru_cache(maxsize=1 << 14)
 def layout_of(rows: int, dim: int, dtype: str) -> Layout:
-    """The one Layout of this shape, as long as there are no more than 16384 shapes. ValueError for an unknown dtype."""
-    nbytes = rows * dim * itemsize(dtype)
+    """The one Layout of this shape, as long as there are no more than 16384 shapes. ValueError for one that no
+    record can say, and for an unknown dtype."""
+    nbytes = tensor_bytes(rows, dim, dtype)
     return Layout(rows, dim, dtype, nbytes, whole_pages(nbytes))
 
 

@@ -68,13 +68,18 @@ def itemsize(dtype: str) -> int:
         raise ValueError(f"dtype {dtype!r} cannot be stored; accepted: {', '.join(_DTYPES)}") from None
 
 
+def tensor_bytes(rows: int, dim: int, dtype: str) -> int:
+    """Bytes of a contiguous tensor. ValueError unless a record can say its shape and dtype."""
+    if not (0 <= rows < 1 << 32 and 0 <= dim < 1 << 32):
+        raise ValueError(f"shape ({rows}, {dim}) does not fit a record; accepted: two numbers below 2**32")
+    return rows * dim * itemsize(dtype)
+
+
 def check(identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> None:
     """Raise ValueError unless these can be one entry's record and agree with each other."""
     if not isinstance(identity, bytes) or len(identity) != IDENTITY_BYTES:
         raise ValueError(f"identity {identity!r} is not {IDENTITY_BYTES} bytes")
-    if not (0 <= rows < 1 << 32 and 0 <= dim < 1 << 32):
-        raise ValueError(f"shape ({rows}, {dim}) does not fit a record; accepted: two numbers below 2**32")
-    if nbytes != rows * dim * itemsize(dtype):
+    if nbytes != tensor_bytes(rows, dim, dtype):
         raise ValueError(f"{nbytes} bytes are not a ({rows}, {dim}) tensor of {dtype}")
 
 

@@ -10,6 +10,7 @@ from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent, ExtentError
 from ec_p2p.engine.generation import RECORD_BYTES, unpack
+from tests.engine.tiers import entries_of
 
 SLAB = 64 << 10
 """One page of table with 4 records, then 15 pages of extents."""
@@ -41,7 +42,7 @@ class Backend:
         return self.cpu.publish(extent, identity(number), extent.nbytes, 1, extent.nbytes, "uint8")
 
     def numbers(self) -> set[int]:
-        return {int.from_bytes(entry.identity, "little") for entry in self.cpu.entries()}
+        return {int.from_bytes(entry.identity, "little") for entry in entries_of(self.cpu)}
 
     def evicted(self) -> list[int]:
         return [number for event, number in self.log if event == "evicted"]
@@ -88,9 +89,16 @@ def test_the_first_entry_of_an_identity_wins(one: Backend) -> None:
 
 def test_what_does_not_fit_a_record_stays_reserved(one: Backend) -> None:
     extent = one.cpu.reserve(PAGE)
-    for bad in [(b"x", 4, 1, 4, "uint8"), (identity(1), 4, 1, 3, "uint8"), (identity(1), 4, 1, 4, "uint3")]:
+    for bad in [
+        (b"x", 4, 1, 4, "uint8"),
+        (bytearray(32), 4, 1, 4, "uint8"),
+        (identity(1), 4, 1, 3, "uint8"),
+        (identity(1), 4, -1, -4, "uint8"),
+        (identity(1), 0, 0, 1 << 32, "uint8"),
+        (identity(1), 4, 1, 4, "uint3"),
+    ]:
         with pytest.raises(ValueError):
-            one.cpu.publish(extent, *bad)
+            one.cpu.publish(extent, *bad)  # type: ignore[arg-type]
     with pytest.raises(ExtentError, match="cannot hold"):
         one.cpu.publish(extent, identity(1), PAGE + 1, 1, PAGE + 1, "uint8")
     assert one.cpu.reserved_bytes == PAGE
@@ -141,6 +149,21 @@ def test_the_least_recently_used_goes_first_and_alone(one: Backend) -> None:
     one.cpu.get(identity(1))
     one.store(4, 4)
     assert one.evicted() == [2]
+
+
+def test_a_victim_of_the_size_asked_for_is_succeeded_in_its_place(one: Backend) -> None:
+    """Also where free pages lie before it, which stay free, and where an older one is pinned."""
+    first, second, third, fourth = [one.store(number, pages) for number, pages in [(1, 2), (2, 4), (3, 4), (4, 5)]]
+    one.cpu.remove(first.identity)
+    pin = one.cpu.pin(third)
+    for place in (second, fourth):
+        extent = one.cpu.reserve(place.nbytes)
+        assert (extent.offset, extent.nbytes, extent.record) == (place.offset, place.nbytes, place.record_offset)
+        assert unpack(one.arena.buffer[extent.record : extent.record + RECORD_BYTES]).generation == 0
+        assert one.cpu.free_bytes == 2 * PAGE
+    assert one.evicted() == [1, 2, 4]
+    assert one.cpu.used_bytes == third.nbytes
+    pin.close()
 
 
 def test_peek_does_not_touch(one: Backend) -> None:
@@ -260,7 +283,7 @@ def test_ages_of_random_sizes_end_in_one_free_range(two: Backend) -> None:
     rng = random.Random(0)
     for number in range(5000):
         two.store(number, rng.choice([1, 1, 2, 3, 5, 8, 13]))
-    for entry in two.cpu.entries():
+    for entry in entries_of(two.cpu):
         two.cpu.remove(entry.identity)
     assert two.cpu.free_bytes == two.cpu.capacity_bytes
     for _ in range(2):

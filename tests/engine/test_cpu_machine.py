@@ -15,6 +15,7 @@ from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, Pin, TooLarge
 from ec_p2p.engine.extents import Extent, ExtentError
 from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
 from ec_p2p.engine.policy import make_policy
+from tests.engine.tiers import entries_of
 
 SLAB = 64 << 10
 ARENA = 2 * SLAB + 4 * PAGE
@@ -82,7 +83,7 @@ class CpuMachine(RuleBasedStateMachine):
                 pin.close()
         for held in self.held:
             self.cpu.release(held.extent)
-        for entry in self.cpu.entries():
+        for entry in entries_of(self.cpu):
             self.cpu.remove(entry.identity)
         assert self.cpu.free_bytes == self.cpu.capacity_bytes == sum((end - first) * PAGE for first, end in ROOMS)
         # Everything has merged again: each slab takes its largest extent.
@@ -313,7 +314,7 @@ class CpuMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_is_the_models(self) -> None:
         visible = {id(stored.entry) for stored in self.stored if stored.visible}
-        assert {id(entry) for entry in self.cpu.entries()} == visible
+        assert {id(entry) for entry in entries_of(self.cpu)} == visible
         assert self.opened == [index * SLAB for index in range(len(self.opened))]
 
 

@@ -14,12 +14,15 @@ from ec_p2p.engine.cpu import LocalCPUBackend, OutOfMemory, Pin
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import RECORD_BYTES, unpack
 from ec_p2p.engine.policy import make_policy
+from tests.engine.tiers import entries_of
 
 SLAB = 256 << 10
 SLABS = 2
 THREADS = 8
 STEPS = 3000
 NAMES = 40
+LARGE = 33
+"""More than half of a slab's pages: each slab takes one such entry, and while that is pinned no other."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +78,7 @@ class Worker(threading.Thread):
         self.done["stored"] += 1
 
     def store(self) -> None:
-        extent = self.reserve(self.rng.randrange(1, 9))
+        extent = self.reserve(LARGE if self.rng.random() < 0.02 else self.rng.randrange(1, 9))
         if extent is None:
             return
         if self.rng.random() < 0.1:
@@ -131,6 +134,11 @@ def test_pinned_bytes_stay_and_all_memory_comes_back(policy: str) -> None:
             on_stored=lambda entry: visible.add(entry.identity),
             on_evicted=lambda entry: visible.remove(entry.identity),
         )
+        pins = []
+        for number in range(SLABS):
+            extent = cpu.reserve(LARGE * PAGE)
+            identity = (NAMES + number).to_bytes(32, "little")
+            pins.append(cpu.pin(cpu.publish(extent, identity, extent.nbytes, 1, extent.nbytes, "uint8")))
         go = threading.Barrier(THREADS)
         workers = [Worker(number, cpu, go) for number in range(THREADS)]
         for worker in workers:
@@ -140,8 +148,10 @@ def test_pinned_bytes_stay_and_all_memory_comes_back(policy: str) -> None:
         assert [worker.failure for worker in workers] == [None] * THREADS
         for what in ("stored", "borrowed", "refused"):
             assert sum(worker.done[what] for worker in workers) > 0
+        for pin in pins:
+            pin.close()
         assert (cpu.pinned_bytes, cpu.reserved_bytes) == (0, 0)
-        assert {entry.identity for entry in cpu.entries()} == visible
+        assert {entry.identity for entry in entries_of(cpu)} == visible
         for identity in list(visible):
             assert cpu.remove(identity)
         assert not visible

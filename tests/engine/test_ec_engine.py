@@ -15,6 +15,7 @@ from ec_p2p import CacheEngineKey, ECCacheEngine, MemoryFormat, StorageManager, 
 from ec_p2p.config import make_config
 from ec_p2p.engine.arena import PAGE
 from ec_p2p.engine.views import dtype_name, dtype_of
+from tests.engine.tiers import entries_of
 
 SLAB = 1 << 20
 
@@ -181,7 +182,7 @@ def test_put_says_no_while_everything_is_in_use_and_yes_after(engine: ECCacheEng
     cpu = engine.storage_manager.cpu
     assert engine.put("a", tensor)
     assert engine.put("b", tensor)
-    pins = [cpu.pin(entry) for entry in cpu.entries()]
+    pins = [cpu.pin(entry) for entry in entries_of(cpu)]
     assert engine.put("c", tensor) is False
     assert engine.contains("a")
     assert engine.contains("b")

@@ -35,6 +35,12 @@ def test_an_unknown_dtype_has_no_layout() -> None:
         layout_of(1, 1, "float3")
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(-1, -1), (1 << 32, 0), (0, 1 << 32)])
+def test_a_shape_that_no_record_can_say_has_no_layout(rows: int, dim: int) -> None:
+    with pytest.raises(ValueError, match="does not fit a record"):
+        layout_of(rows, dim, "uint8")
+
+
 def test_an_entry_equals_only_itself_and_never_changes() -> None:
     one, other = entry(1, 1), entry(1, 1)
     assert one != other

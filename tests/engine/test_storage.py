@@ -25,6 +25,7 @@ from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of
 from tests.engine.disks import Clock, Failing, Gate, Sick, count, files_in, gauge, until
 from tests.engine.entries import DTYPE, PAGE_ROWS, ROW_BYTES, bytes_in, embedding, is_right
+from tests.engine.tiers import entries_of
 
 FEW = 64 << 10
 """An arena of one slab, which has four records and fifteen pages."""
@@ -238,7 +239,7 @@ def test_pinned_entries_are_no_victims_of_what_comes_from_disk(open_storage: Ope
     engine = engine_over(storage)
     put_on_disk_only(engine, "a")
     put(engine, "p", "q", "r", "s")
-    pins = [storage.cpu.pin(entry) for entry in storage.cpu.entries()]
+    pins = [storage.cpu.pin(entry) for entry in entries_of(storage.cpu)]
     assert len(pins) == 4
     assert is_right(engine.get("a"), "a")
     assert len(storage.cpu) == 4
@@ -455,10 +456,10 @@ def test_an_item_larger_than_the_arena_evicts_nothing_in_either_tier(open_storag
     engine = engine_over(storage)
     names = [str(number) for number in range(5)]
     put(engine, *names)
-    in_memory = storage.cpu.entries()
+    in_memory = entries_of(storage.cpu)
     assert engine.put("huge", torch.zeros(FEW, 64)) is False
     assert not engine.contains("huge")
-    assert storage.cpu.entries() == in_memory
+    assert entries_of(storage.cpu) == in_memory
     assert len(in_memory) == 4
     assert all(disk_of(engine).look(engine.identity(name)) for name in names)
     assert count(disk_of(engine), "disk_evictions") == 0

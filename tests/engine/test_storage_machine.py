@@ -29,6 +29,7 @@ from ec_p2p.engine.views import tensor_view
 from ec_p2p.identity import entry_identity
 from tests.engine.disks import Sick, gauge, until
 from tests.engine.entries import DIM, DTYPE, ROW_BYTES, bytes_in, embedding, same
+from tests.engine.tiers import entries_of
 
 SLAB = 64 << 10
 """Four records and fifteen pages."""
@@ -112,7 +113,7 @@ class Side:
         """Meanwhile every record of the arena is in use."""
         cpu = self.storage.cpu
         with ExitStack() as stack:
-            for entry in cpu.entries():
+            for entry in entries_of(cpu):
                 stack.enter_context(cpu.pin(entry))
             with suppress(OutOfMemory):
                 while True:
@@ -294,7 +295,7 @@ class StorageMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_in_memory_is_right(self) -> None:
         for side in self.sides:
-            entries = side.storage.cpu.entries()
+            entries = entries_of(side.storage.cpu)
             assert {NAME[entry.identity] for entry in entries} == side.in_memory
             for entry in {*entries, *(pin.entry for pin in side.pins)}:
                 name = NAME[entry.identity]

@@ -17,6 +17,7 @@ from ec_p2p.engine.filed import HEADER_BYTES, path_of
 from ec_p2p.engine.views import tensor_view
 from tests.engine.disks import count, gauge
 from tests.engine.entries import DTYPE, bytes_in, embedding, same
+from tests.engine.tiers import entries_of
 
 SLAB = 256 << 10
 THREADS = 6
@@ -133,7 +134,7 @@ def test_threads_over_two_small_tiers(tmp_path: Path, policy: str) -> None:
         disk, cpu = storage.disk, storage.cpu
         assert disk is not None
         assert (cpu.pinned_bytes, cpu.reserved_bytes) == (0, 0)
-        assert {entry.identity for entry in cpu.entries()} == in_memory
+        assert {entry.identity for entry in entries_of(cpu)} == in_memory
         identities = [workers[0].engine.identity(name) for name in NAMES]
         assert {identity for identity in identities if disk.find(identity)} == on_disk
         assert bytes_in(tmp_path) <= gauge(disk, "disk_bytes", kind="used") <= CAP
