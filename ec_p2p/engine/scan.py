@@ -4,7 +4,11 @@ Owns the thread that walks the folder, and the sweep of what dead writers left. 
 what nobody here has made.
 
 Each scan goes twice over the folder. First it sizes everything, so that all files count; only then may anything be
-written. Then it reads the headers of what is not known yet, newest first.
+written. Then it reads the headers of what is not known yet, newest first. Of the 256 folders it passes over those that
+have not changed since they were last looked at, which costs a thousandth.
+
+What the first scan finds is from an earlier life and ranks below all that was used in this one. What a later one finds
+another node has just written: it ranks above, unless its file is older than that.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ import heapq
 import logging
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import TypeVar
 
 from ec_p2p.engine.breaker import longer
@@ -22,9 +28,10 @@ from ec_p2p.engine.disk_index import DiskIndex, State
 from ec_p2p.engine.examine import Examiner
 from ec_p2p.engine.filed import Abandoned, Damaged, Filed, identity_in, is_temp, path_of, sweep
 from ec_p2p.engine.files import Files
+from ec_p2p.engine.quiet import Quiet
 from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
-from ec_p2p.engine.trouble import Unreadable
+from ec_p2p.engine.trouble import ABSENT, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +39,14 @@ BATCH = 128
 """Files between two breaths: the thread leaves the core, and the interpreter, to others."""
 
 BREATH_S = 0.001
+ALL_EVERY = 12
+"""Of so many scans one passes over no folder: for what changes a file in its place, and for file systems that do not
+tell when a folder has changed."""
 
 _T = TypeVar("_T")
 
 _Found = tuple[int, bytes, int]
-"""Modification time, identity and size of a file whose header is to be read."""
+"""Modification time in ns, identity and size of a file whose header is to be read."""
 
 
 class Scanner:
@@ -67,6 +77,10 @@ class Scanner:
         self._remove = remove
         self._changed = threading.Condition()
         self._sized = False
+        self._scans = 0
+        self._recent_ns: float = inf
+        """What was modified since then is recent."""
+        self._quiet = Quiet(files)
         self._failure: OSError | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -132,18 +146,23 @@ class Scanner:
 
     def _scan(self) -> None:
         self._problems = 0
+        begun_ns = time.time_ns()
+        if self._scans % ALL_EVERY == 0:
+            self._quiet.wake()
         try:
             self._files.lstat(f"{self._root}/.")
         except FileNotFoundError:
             # Unmounted, or moved: nothing of it can be read, and if it returns the next scan finds it.
             self._index.forget_all()
+            self._quiet.wake()
             raise
         self._index.reconsider()
         fresh = [self._size_folder(number) for number in range(256)]
         self._aside.prune()
-        for batch in self._batches(_newest_first(fresh)):
-            for _, identity, file_bytes in batch:
-                self._index.count(identity, file_bytes)
+        self._count(fresh)
+        self._scans += 1
+        # Another host's clock may lag behind by so much.
+        self._recent_ns = begun_ns - self._rescan_s * 1e9
         while victims := self._index.excess(BATCH):
             self._remove(victims)
             self._breathe()
@@ -165,18 +184,36 @@ class Scanner:
                 self._first_problem,
             )
 
+    def _count(self, fresh: list[list[_Found]]) -> None:
+        """Have all files that were found count, and each be worth more than those that were modified before."""
+        recent: list[_Found] = []
+        for batch in self._batches(_newest_first(fresh)):
+            for found in batch:
+                modified_ns, identity, file_bytes = found
+                if modified_ns >= self._recent_ns:
+                    recent.append(found)
+                else:
+                    self._index.count(identity, file_bytes)
+        for batch in self._batches(reversed(recent)):
+            for _, identity, file_bytes in batch:
+                self._index.count(identity, file_bytes, recent=True)
+
     def _size_folder(self, number: int) -> list[_Found]:
         """Compare one folder with the index: forget what is gone, sweep, and return what is new, newest first."""
         folder = f"{self._root}/{number:02x}"
         known = self._index.shard(number)
+        if self._quiet.is_quiet(number, folder) and all(isinstance(state, Filed) for state in known.values()):
+            return []
+        problems, temps = self._problems, 0
         found: list[_Found] = []
         try:
             names = self._files.listdir(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
         except OSError as error:
-            self._problem(error)
-            return []
+            if error.errno not in ABSENT:
+                self._problem(error)
+                self._quiet.looked(number, nothing_left=False)
+                return []
+            names = []
         for batch in self._batches(names):
             for name in batch:
                 identity = identity_in(name)
@@ -184,22 +221,24 @@ class Scanner:
                     state = known.pop(identity, None)
                     found.extend(self._news(identity, state))
                 elif is_temp(name):
+                    temps += 1
                     self._sweep(f"{folder}/{name}")
         for identity, state in known.items():
             # A listing may miss what is renamed into place meanwhile.
             found.extend(self._news(identity, state))
         found.sort(reverse=True)
+        self._quiet.looked(number, nothing_left=not found and not temps and problems == self._problems)
         return found
 
     def _news(self, identity: bytes, state: State) -> list[_Found]:
         """The file, if its header is to be read: nothing, or something else, is known of it."""
         try:
             status = self._files.lstat(path_of(self._root, identity))
-        except (FileNotFoundError, NotADirectoryError):
-            self._index.forget(identity, state)
-            return []
         except OSError as error:
-            self._problem(error)
+            if error.errno in ABSENT:
+                self._index.forget(identity, state)
+            else:
+                self._problem(error)
             return []
         if not stat.S_ISREG(status.st_mode):
             self._index.forget(identity, state)
