@@ -16,12 +16,12 @@ from ec_p2p.config import ConfigError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from ec_p2p.cli import bench, config, directory, find, keygen, ls, node, top
+    from ec_p2p.cli import bench, config, directory, doctor, find, keygen, ls, node, top
 
     parser = argparse.ArgumentParser(prog="ec-p2p", description="Peer-to-peer encoder cache for vLLM.")
     parser.add_argument("--version", action="version", version=f"ec-p2p {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (node, directory, ls, find, top, config, keygen, bench):
+    for module in (node, directory, ls, find, top, config, doctor, keygen, bench):
         module.add_parser(subparsers)
     return parser
 

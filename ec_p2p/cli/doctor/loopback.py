@@ -1,0 +1,141 @@
+"""A READ between two processes of this host, as a node does it: the shortest proof that the data plane works."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import multiprocessing.connection
+import os
+import statistics
+import time
+from typing import NamedTuple
+
+import zmq
+
+from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.cli.words import size
+from ec_p2p.config import Config
+from ec_p2p.transport import Span, State, Transport, open_transport
+
+_BYTES = 16 << 20
+_SMALL = 64
+_ROUNDS = 20
+_PATIENCE_S = 20.0
+_SLOW = 1e9
+"""Bytes a second: less than this between two processes is not shared memory."""
+
+
+class Measured(NamedTuple):
+    """Seconds of a READ of 64 bytes, and bytes a second of one of 16 MiB."""
+
+    kind: str
+    small_s: float
+    bytes_per_s: float
+
+
+def read(config: Config) -> Finding:
+    try:
+        measured = measure(config.transport)
+    except Exception as error:  # whatever a library raises is the finding
+        mend = "the log above has the library's words; `transport: zmq` needs none of it"
+        return problem("loopback read", f"failed: {type(error).__name__}: {error}", mend)
+    says = (
+        f"{measured.kind}: {_SMALL} bytes in {measured.small_s * 1e6:.0f} us, "
+        f"{size(_BYTES)} at {measured.bytes_per_s / 1e9:.1f} GB/s"
+    )
+    if measured.bytes_per_s < _SLOW:
+        mend = "give both processes /dev/shm and one IPC and PID namespace (--ipc=host), and look at UCX_TLS"
+        return note("loopback read", f"{says}: slow for one host", mend)
+    return ok("loopback read", says)
+
+
+def measure(kind: str) -> Measured:
+    """In two processes of their own: a library that aborts, or hangs, takes none of ours along. Raises whatever the
+    transport does, and TimeoutError."""
+    context = multiprocessing.get_context("spawn")
+    to_holder, holders = context.Pipe()
+    to_reader, readers = context.Pipe()
+    children = [
+        context.Process(target=_hold, args=(kind, holders), daemon=True),
+        context.Process(target=_read, args=(kind, readers), daemon=True),
+    ]
+    for child in children:
+        child.start()
+    holders.close()
+    readers.close()
+    try:
+        to_reader.send(_answer(to_holder, "the holder"))
+        measured = _answer(to_reader, "the reader")
+        assert isinstance(measured, Measured)
+        return measured
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+        for pipe in (to_holder, to_reader):
+            pipe.close()
+
+
+def _answer(pipe: multiprocessing.connection.Connection, who: str) -> object:
+    try:
+        if not pipe.poll(_PATIENCE_S):
+            raise TimeoutError(f"{who} said nothing for {_PATIENCE_S:.0f} s")
+        answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{who} ended without a word") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _hold(kind: str, pipe: multiprocessing.connection.Connection) -> None:
+    try:
+        with mmap.mmap(-1, _BYTES) as memory:
+            transport = _open(kind, "holder", memory)
+            pipe.send(transport.card())
+            poller = zmq.Poller()
+            for socket in transport.sockets():
+                poller.register(socket, zmq.POLLIN)
+            while True:
+                poller.poll(20)
+                transport.progress()
+    except Exception as error:
+        pipe.send(error)
+
+
+def _read(kind: str, pipe: multiprocessing.connection.Connection) -> None:
+    try:
+        with mmap.mmap(-1, _BYTES) as memory:
+            transport = _open(kind, "reader", memory)
+            transport.connect(f"holder-{os.getppid()}", pipe.recv())
+            small = [_time(transport, _SMALL) for _ in range(_ROUNDS)]
+            large = [_time(transport, _BYTES) for _ in range(_ROUNDS)]
+            pipe.send(Measured(transport.kind, statistics.median(small), _BYTES / statistics.median(large)))
+            pipe.poll(None)
+    except Exception as error:
+        pipe.send(error)
+
+
+def _open(kind: str, role: str, memory: mmap.mmap) -> Transport:
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    name = f"{role}-{os.getppid()}"
+    loopback = "127.0.0.1"
+    transport = open_transport(
+        kind, name, base, _BYTES, context=zmq.Context(), bind_host=loopback, advertise_host=loopback
+    )
+    transport.register(0, _BYTES)
+    return transport
+
+
+def _time(transport: Transport, nbytes: int) -> float:
+    begun = time.perf_counter()
+    reading = transport.read(f"holder-{os.getppid()}", (Span(0, 0, nbytes),))
+    while reading.poll() is State.POSTED:
+        transport.progress()
+        if time.perf_counter() - begun > _PATIENCE_S:
+            raise TimeoutError(f"a READ of {nbytes} bytes has not ended in {_PATIENCE_S:.0f} s")
+    if reading.poll() is State.FAILED:
+        raise RuntimeError(reading.error)
+    reading.release()
+    return time.perf_counter() - begun

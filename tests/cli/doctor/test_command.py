@@ -1,0 +1,60 @@
+"""The command as an operator runs it, and the READ that it measures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ec_p2p.cli.doctor import loopback
+from ec_p2p.cli.doctor.finding import Level
+from ec_p2p.config import make_config
+from ec_p2p.transport import nixl_available
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ec_p2p.cli", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_machine_in_order() -> None:
+    done = doctor("--set", "transport=zmq", "--set", "ec_port=1", "--set", "directory=[]", "--json")
+    findings = {finding["thing"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert {"versions", "vllm", "nixl", "ucx", "rdma", "gpu", "memory", "/dev/shm", "memlock"} <= set(findings)
+    assert findings["loopback read"]["level"] in ("ok", "note"), findings["loopback read"]
+    assert "zmq: 64 bytes in" in findings["loopback read"]["says"]
+    assert done.returncode == int(any(finding["level"] == "problem" for finding in findings.values()))
+
+
+def test_a_problem_is_told_with_its_remedy_and_fails(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    done = doctor("--set", "transport=zmq", "--set", f"local_disk={tmp_path}/file/folder")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    index = next(index for index, line in enumerate(lines) if line.startswith(" problem  disk tier"))
+    assert lines[index + 1].strip().startswith("-> make ")
+    assert " problems, " in lines[-1]
+
+
+def test_a_setting_that_cannot_be_used_is_an_error_of_one_line() -> None:
+    done = doctor("--set", "transport=ib")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
+def test_a_read_over_nixl() -> None:
+    measured = loopback.measure("nixl")
+    assert measured.kind == "nixl"
+    assert measured.small_s > 0
+    assert measured.bytes_per_s > 0
+
+
+def test_a_transport_that_fails_is_a_finding_and_leaves_no_process() -> None:
+    finding = loopback.read(make_config({"transport": "zmq"}))
+    assert finding.level is not Level.PROBLEM
+    with pytest.raises(Exception, match="accepted: auto, nixl, zmq"):
+        loopback.measure("pigeon")

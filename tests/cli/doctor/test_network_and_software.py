@@ -1,0 +1,83 @@
+"""RDMA devices, directories, NIXL, UCX and keys: what is said of each."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ec_p2p.cli.doctor import network, software
+from ec_p2p.cli.doctor.finding import Level
+from ec_p2p.config import make_config
+from ec_p2p.control.directory import Directory
+
+
+def port(root: Path, device: str, state: str) -> None:
+    folder = root / device / "ports" / "1"
+    folder.mkdir(parents=True)
+    for name, text in (("state", state), ("rate", "400 Gb/sec"), ("link_layer", "Ethernet")):
+        (folder / name).write_text(f"{text}\n")
+
+
+def test_no_rdma_device_is_worth_a_note(tmp_path: Path) -> None:
+    assert network.rdma(tmp_path / "none") == []
+    assert network.rdma_devices([]).level is Level.NOTE
+
+
+def test_one_active_port_is_enough(tmp_path: Path) -> None:
+    port(tmp_path, "mlx5_0", "4: ACTIVE")
+    port(tmp_path, "mlx5_1", "1: DOWN")
+    finding = network.rdma_devices(network.rdma(tmp_path))
+    assert finding.level is Level.OK
+    assert "mlx5_0/1: 4: ACTIVE, 400 Gb/sec, Ethernet" in finding.says
+
+
+def test_ports_that_are_all_down(tmp_path: Path) -> None:
+    port(tmp_path, "mlx5_1", "1: DOWN")
+    assert network.rdma_devices(network.rdma(tmp_path)).level is Level.PROBLEM
+
+
+def test_a_directory_that_runs_and_one_that_does_not() -> None:
+    with Directory("tcp://127.0.0.1:0") as directory:
+        directory.start()
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            free = other.getsockname()[1]
+        findings = network.directories(make_config({"directory": [directory.endpoint, f"tcp://127.0.0.1:{free}"]}))
+    assert [finding.level for finding in findings] == [Level.OK, Level.PROBLEM]
+    assert f"tcp://127.0.0.1:{free}" in findings[1].thing
+
+
+def test_an_address_for_this_host_only() -> None:
+    finding = network.addresses(make_config({"ec_ip": "127.0.0.1"}))
+    assert finding.level is Level.NOTE
+    assert "127.0.0.1" in finding.says
+
+
+@pytest.mark.parametrize(("transport", "level"), [("auto", Level.NOTE), ("nixl", Level.PROBLEM), ("zmq", Level.OK)])
+def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, transport: str, level: Level) -> None:
+    monkeypatch.setattr(software, "nixl_available", lambda: False)
+    assert software.nixl(make_config({"transport": transport})).level is level
+
+
+@pytest.mark.parametrize(
+    ("environment", "level"),
+    [
+        ({}, Level.OK),
+        ({"UCX_TLS": "all", "HOME": "/"}, Level.OK),
+        ({"UCX_TLS": "rc,sm,self"}, Level.OK),
+        ({"UCX_TLS": "^tcp"}, Level.OK),
+        ({"UCX_TLS": "tcp,self"}, Level.NOTE),
+        ({"UCX_KEEPALIVE_INTERVAL": "20s"}, Level.PROBLEM),
+    ],
+)
+def test_settings_of_ucx(environment: dict[str, str], level: Level) -> None:
+    finding = software.ucx_settings(environment)
+    assert finding.level is level
+    assert "HOME" not in finding.says
+
+
+@pytest.mark.parametrize(("version", "level"), [("0.29.1", Level.PROBLEM), ("0.32.0", Level.OK), ("", Level.NOTE)])
+def test_versions_of_vllm(monkeypatch: pytest.MonkeyPatch, version: str, level: Level) -> None:
+    monkeypatch.setattr(software, "version_of", lambda name: version if name == "vllm" else "")
+    assert software.vllm().level is level
