@@ -31,21 +31,16 @@ from ec_p2p.control.security import Gate
 from ec_p2p.control.sockets import Socket, bound_port, open_socket, split_endpoint
 from ec_p2p.curve import Security, secure_server
 from tests.control.harness import Loop, advert, node
-from tests.control.keys import Pair, dial
+from tests.control.keys import Pair, dial, strangers
 from tests.node.conftest import free_ports
 
-SERVER, ALICE, BOB, STRANGER = Pair(), Pair(), Pair(), Pair()
+SERVER, ALICE, BOB, OTHER = Pair(), Pair(), Pair(), Pair()
 OURS = SERVER.security(ALICE, BOB)
 AS_ALICE, AS_BOB = ALICE.security(BOB, directory=SERVER), BOB.security(ALICE, directory=SERVER)
 OPENING_MS = 300
 """How long what must not come is waited for; a member is served within a few."""
 
-STRANGERS = {
-    "no keys": (None, b""),
-    "keys of its own": (STRANGER.security(), STRANGER.public),
-    "the directory's public key": (STRANGER.security(), SERVER.public),
-    "a member's public key": (Security(ALICE.public, STRANGER.secret, frozenset(), SERVER.public), SERVER.public),
-}
+STRANGERS = strangers(SERVER, ALICE)
 
 
 def info(number: int, pair: Pair, **fields: int) -> NodeInfo:
@@ -76,18 +71,16 @@ def test_strangers_hear_nothing_and_are_not_heard(loop: Loop, served: Directory,
     security, server_key = STRANGERS[stranger]
     before = served.stats()
     with (
-        dial(loop.context, zmq.DEALER, served.endpoint, security, server_key) as dealer,
+        dial(loop.context, zmq.DEALER, served.endpoint, security, server_key, immediate=0) as dealer,
         dial(loop.context, zmq.SUB, pub_endpoint(served), security, server_key) as subscriber,
     ):
-        dealer.setsockopt(zmq.IMMEDIATE, 0)
         for message in (
             SnapshotRequest(PROTOCOL_VERSION, 1),
             Hello(PROTOCOL_VERSION, node(7)),
             Announce(node(7).incarnation, 1, [advert(7)], []),
             Goodbye(node(1).incarnation),
         ):
-            with suppress(zmq.Again):
-                dealer.send(encode(message), zmq.NOBLOCK)
+            dealer.send(encode(message), zmq.NOBLOCK)
         watched = loop.announcer(served.endpoint, info(3, BOB), security=AS_BOB)
         watched.store(advert(3))
         loop.until(lambda: served.stats()["entries"] == 2)  # which is published
@@ -275,7 +268,7 @@ def test_who_was_turned_away_comes_in_once_it_may(loop: Loop, before: str) -> No
     if before == "nonsense":
         close = nonsense_at(endpoint)
     else:
-        first = {"no keys": None, "other keys": STRANGER.security(ALICE), "not allowed": SERVER.security()}[before]
+        first = {"no keys": None, "other keys": OTHER.security(ALICE), "not allowed": SERVER.security()}[before]
         close = loop.directory(endpoint, security=first).close
     announcer = loop.announcer(endpoint, info(1, ALICE), security=AS_ALICE)
     announcer.store(advert(1))
