@@ -10,6 +10,7 @@ import torch
 
 from ec_p2p.config import Config
 from ec_p2p.engine.cpu import OutOfMemory, TooLarge
+from ec_p2p.engine.disk import CLOSE_S
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
 from ec_p2p.identity import CacheEngineKey, identities_in, stable_u64
@@ -109,13 +110,14 @@ class ECCacheEngine:
         """Wait until what was put before is on disk. False: not within `timeout_s`. At once without a disk tier."""
         return self._storage().flush(timeout_s)
 
-    def close(self) -> None:
-        """Free the memory, if it is the engine's own. Idempotent; later calls of the rest raise ValueError."""
+    def close(self, timeout_s: float | None = CLOSE_S) -> None:
+        """Write what waits to be written and free the memory, if that is the engine's own. Idempotent; later calls of
+        the rest raise ValueError. Waits for the disk for at most `timeout_s`, as StorageManager.close does."""
         if self._closed:
             return
         self._closed = True
         if self._owns_storage:
-            self.storage_manager.close()
+            self.storage_manager.close(timeout_s)
 
     def __enter__(self) -> ECCacheEngine:
         return self
@@ -125,13 +127,10 @@ class ECCacheEngine:
 
     def _get_past_the_arena(self, identity: bytes, device: str | torch.device) -> torch.Tensor | None:
         """What is on disk, where the arena has no room: what `contains` promised must not depend on others' pins."""
-        disk = self._storage().disk
-        filed = None if disk is None else disk.look(identity)
-        if disk is None or filed is None:
+        found = self._storage().read_outside(identity)
+        if found is None:
             return None
-        payload = bytearray(filed.nbytes)
-        if disk.read(identity, memoryview(payload)) is None:
-            return None
+        filed, payload = found
         tensor = torch.empty((filed.rows, filed.dim), dtype=dtype_of(filed.dtype))
         if payload:
             tensor.view(torch.uint8).view(-1).copy_(torch.frombuffer(payload, dtype=torch.uint8))

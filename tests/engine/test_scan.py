@@ -151,19 +151,26 @@ def test_foreign_files_are_left_alone_and_do_not_count(tmp_path: Path) -> None:
     assert all(path.read_bytes() == b"x" * 1000 for path in foreign)
 
 
-def test_leftovers_go_but_not_those_of_living_writers(tmp_path: Path) -> None:
+def test_leftovers_go_but_not_those_of_living_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ec_p2p.engine.scan.ALL_EVERY", 1_000_000_000)
+    scans: list[str] = []
+    spy = Sick(lambda name, args: scans.append(name) if name == "listdir" and args[0].endswith("damaged") else None)
     folder = put(tmp_path, 1).parent
     dead = folder / f".{identity(1).hex()}.00.tmp"
     alive = folder / f".{identity(1).hex()}.01.tmp"
     dead.write_bytes(b"x" * 1000)
     with alive.open("wb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
-        with LocalDiskBackend(str(tmp_path)) as disk:
+        with LocalDiskBackend(str(tmp_path), rescan_s=SOON_S, files=spy) as disk:
             until(lambda: known(disk, range(2)) == {1})
+            until(lambda: len(scans) > 5)
             assert count(disk, "disk_swept") == 1
             assert gauge(disk, "disk_bytes", kind="used") == FILE
-    assert not dead.exists()
-    assert alive.exists()
+            assert not dead.exists()
+            assert alive.exists()
+            writer.close()  # it dies
+            until(lambda: count(disk, "disk_swept") == 2)
+    assert not alive.exists()
 
 
 def test_headers_are_checked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from ec_p2p import ECCacheEngine, StorageManager
-from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
+from ec_p2p.config import make_config
+from ec_p2p.engine.disk import CLOSE_S, LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import Filed, write_file
 from ec_p2p.engine.files import Files
 from tests.engine.disks import Clock, Failing, Gate, Sick, count, until
@@ -143,20 +145,25 @@ def test_an_entry_from_disk_counts_as_used_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a disk that hangs
 
 
+@pytest.mark.parametrize("whose", [LocalDiskBackend, StorageManager, ECCacheEngine])
+def test_nobody_who_names_no_limit_waits_for_ever(whose: type) -> None:
+    assert inspect.signature(whose.close).parameters["timeout_s"].default == CLOSE_S
+
+
 def test_the_end_of_an_engine_is_bounded_and_says_what_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own limit holds where the caller names none: `with` closes so, too."""
-    monkeypatch.setattr(StorageManager.close, "__defaults__", (0.05,))
     gate = Gate("pwritev")
-    storage = StorageManager(4 * MANY, slab_size=4 * MANY, local_disk=str(tmp_path), files=Sick(gate))
-    mapping = f"{storage.arena.base:x}-"
-    disk = disk_of(storage)
-    with caplog.at_level(logging.WARNING), storage:
-        engine = engine_over(storage)
-        for name in "abc":
-            assert engine.put(name, embedding(name))
-        assert gate.reached.wait(30)
+    monkeypatch.setattr("ec_p2p.engine.disk.Files", lambda: Sick(gate))
+    config = make_config({"max_local_cpu_size": "4MiB", "local_disk": str(tmp_path)})
+    engine = ECCacheEngine("m", DTYPE, config=config)
+    mapping = f"{engine.storage_manager.arena.base:x}-"
+    disk = disk_of(engine.storage_manager)
+    for name in "abc":
+        assert engine.put(name, embedding(name))
+    assert gate.reached.wait(30)
+    with caplog.at_level(logging.WARNING):
+        engine.close(0.05)
     assert f"3 entries of {3 * PAGE_ROWS * ROW_BYTES} bytes were not written" in caplog.text
     assert count(disk, "disk_skipped", reason="closed") == 3
     assert mapping in Path("/proc/self/maps").read_text()
