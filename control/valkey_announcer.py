@@ -4,7 +4,8 @@ Owns the conversation (`announcing`, as over ZMQ) and the thread that turns its 
 loop must never wait for it; at most a few messages are on their way, the rest waits as one change per identity.
 
 The thread keeps a message until the server has taken it, over a new connection if it must. So something may arrive
-twice, or late: the session, new with each hello, and the sequence number make that harmless.
+twice, or late: the session, new with each hello, and the sequence number make that harmless. So may an answer: what
+answers an earlier hello, or what followed it, does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ec_p2p.control.announcing import Announcing, Standing
 from ec_p2p.control.messages import (
@@ -34,6 +36,18 @@ _ON_THEIR_WAY = 2
 _ANSWERS = 64
 
 
+class _Saying(NamedTuple):
+    """What goes to the thread, or comes back from it, and the number of the last hello before."""
+
+    hello: int
+    message: Hello | Announce | Heartbeat | Goodbye
+
+
+class _Answer(NamedTuple):
+    hello: int
+    message: FromDirectory
+
+
 class ValkeyAnnouncer:
     """As `interface.Announces` says. Raises ConfigError for an endpoint that is none, or without the library for it."""
 
@@ -45,8 +59,11 @@ class ValkeyAnnouncer:
         self._node = node
         self._heartbeat_s = heartbeat_s
         self._announcing = Announcing(shown, node, heartbeat_s, timeout_s)
-        self._messages: ToThread[Hello | Announce | Heartbeat | Goodbye] = ToThread(_ON_THEIR_WAY)
-        self._answers: ToLoop[FromDirectory] = ToLoop(_ANSWERS)
+        self._hellos = 0
+        self._sayings: ToThread[_Saying] = ToThread(_ON_THEIR_WAY)
+        self._answers: ToLoop[_Answer] = ToLoop(_ANSWERS)
+        # The thread's.
+        self._said_hello = 0
         self._session = b""
         self._epoch = b""
         self._port = server.port
@@ -77,8 +94,9 @@ class ValkeyAnnouncer:
         """Changes not yet in the server; everything, while it does not know this node."""
         waiting = self._announcing.pending
         if self._announcing.standing is Standing.WELCOMED:
-            on_their_way = [message for message in self._messages.unfinished() if isinstance(message, Announce)]
-            waiting += sum(len(message.adverts) + len(message.withdrawn) for message in on_their_way)
+            for _, message in self._sayings.unfinished():
+                if isinstance(message, Announce):
+                    waiting += len(message.adverts) + len(message.withdrawn)
         return waiting
 
     def store(self, advert: Advert) -> None:
@@ -94,17 +112,18 @@ class ValkeyAnnouncer:
         """Leave. Said if the server answers within a second."""
         message = self._announcing.leave()
         if message is not None:
-            self._messages.replace(message)
+            self._sayings.replace(_Saying(self._hellos, message))
 
     def close(self) -> None:
-        self._messages.close()
+        self._sayings.close()
         self._answers.close()
         self._worker.close()
 
     def on_readable(self) -> None:
         now = time.monotonic()
         for answer in self._answers.take(_ANSWERS):
-            self._announcing.take(answer, now)
+            if answer.hello == self._hellos and self._announcing.standing is not Standing.UNKNOWN:
+                self._announcing.take(answer.message, now)
 
     def tick(self, now: float) -> float:
         """Pass on what is due, as far as there is room for it. Seconds until the next call is wanted: when there is
@@ -115,8 +134,9 @@ class ValkeyAnnouncer:
             return self._heartbeat_s
         while (message := announcing.next_message(now)) is not None:
             if isinstance(message, Hello):
-                self._messages.replace(message)
-            elif not self._messages.offer(message):
+                self._hellos += 1
+                self._sayings.replace(_Saying(self._hellos, message))
+            elif not self._sayings.offer(_Saying(self._hellos, message)):
                 return self._heartbeat_s
             announcing.sent(message, now)
         return min(max(0.0, announcing.next_event() - now), self._heartbeat_s)
@@ -128,18 +148,19 @@ class ValkeyAnnouncer:
         if self._session:
             self._renew(connection)
         while True:
-            if not self._messages.unfinished():
+            if not self._sayings.unfinished():
                 answers()
-            message = self._messages.first()
-            if message is None:
+            saying = self._sayings.first()
+            if saying is None:
                 return
-            answer = self._deliver(connection, message)
-            self._messages.done(message)
+            answer = self._deliver(connection, saying.message)
+            self._said_hello = saying.hello
+            self._sayings.done(saying)
             answers()
             if answer is None:
                 self._answers.wake()
             else:
-                self._answers.post(answer)
+                self._answers.post(_Answer(saying.hello, answer))
 
     def _deliver(self, connection: Connection, message: Hello | Announce | Heartbeat | Goodbye) -> FromDirectory | None:
         if isinstance(message, Hello):
@@ -159,7 +180,9 @@ class ValkeyAnnouncer:
     def _renew(self, connection: Connection) -> None:
         """Keep the lease, whatever does not get through: a server that is full is no reason to be taken for dead."""
         epoch = connection.heartbeat(self._node.incarnation, self._session, None)
-        self._answers.post(HelloAgain(self._epoch) if epoch is None else self._welcome(epoch))
+        self._answers.post(
+            _Answer(self._said_hello, HelloAgain(self._epoch) if epoch is None else self._welcome(epoch))
+        )
 
     def _welcome(self, epoch: bytes) -> Welcome:
         self._epoch = epoch

@@ -268,22 +268,29 @@ class Connection:
         try:
             yield
         except errors.AuthenticationError as error:
-            raise Refuses(f"it does not accept the user or password: {error}") from None
+            raise Refuses(f"it does not accept the user or password: {_said(error)}") from None
         except errors.NoPermissionError as error:
-            raise Refuses(f"this user may not do what is needed: {error}") from None
+            raise Refuses(f"this user may not do what is needed: {_said(error)}") from None
         except errors.OutOfMemoryError as error:
-            raise Refuses(f"it is full, see its maxmemory: {error}") from None
+            raise Refuses(f"it is full, see its maxmemory: {_said(error)}") from None
         except errors.ReadOnlyError as error:
-            raise Refuses(f"it is a read-only replica, give the primary's address: {error}") from None
+            raise Refuses(f"it is a read-only replica, give the primary's address: {_said(error)}") from None
         except errors.BusyLoadingError as error:
-            raise Unreachable(f"it is loading its data: {error}") from None
+            raise Unreachable(f"it is loading its data: {_said(error)}") from None
         except (errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, OSError) as error:
             raise Unreachable(str(error)) from None
         except errors.RedisError as error:
-            reason = str(error)
-            if reason.startswith("WRONGTYPE") or "WRONGTYPE" in reason:
+            reason = _said(error)
+            if "UNBLOCKED" in reason:
+                raise Unreachable(reason) from None
+            if "WRONGTYPE" in reason:
                 reason = f"somebody else's data is under the prefix {self._prefix!r}, choose another one: {reason}"
             raise Refuses(reason) from None
+
+
+def _said(error: Exception) -> str:
+    """Without the script and its line, which differ where what is wrong does not."""
+    return str(error).partition(" script: ")[0]
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
