@@ -45,7 +45,11 @@ log = logging.getLogger(__name__)
 _BYTES_PER_TURN = 256 << 10
 _SUBSCRIPTIONS_PER_TURN = 256
 _PUBLISH_BYTES = 256 << 10
-_ROUTER_HWM = 100
+# In messages: what a peer that does not read, or that floods, can make this process keep. A chunk of a snapshot has
+# about 150 KiB, a publication at most 256 KiB or so, a stranger's frame at most 1 MiB.
+_ROUTER_SEND_HWM = 16
+_ROUTER_RECEIVE_HWM = 16
+_PUB_HWM = 256
 _LONGEST_SUBSCRIPTION = 256
 
 
@@ -75,7 +79,7 @@ class Directory:
         self._seq = 0
         self._events: list[Event] = []
         self._next_expiry = self._next_heartbeat = 0.0
-        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes"), 0)
+        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes", "slow_subscribers"), 0)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._context: Context = context or zmq.Context()
@@ -85,15 +89,19 @@ class Directory:
         # Who made the context has made its gate, too.
         self._gate = Gate(self._context, security) if security and self._owns_context else None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._router = open_socket(self._context, zmq.ROUTER, bind, send_hwm=_ROUTER_HWM, receive_hwm=_ROUTER_HWM)
+        self._router = open_socket(
+            self._context, zmq.ROUTER, bind, send_hwm=_ROUTER_SEND_HWM, receive_hwm=_ROUTER_RECEIVE_HWM
+        )
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._snapshots = Snapshots(self._router, self.epoch)
         # An XPUB also tells of new subscribers: they get the current sequence number at once.
         # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
         # a stranger's long one would overflow the stack.
-        self._pub = open_socket(self._context, zmq.XPUB, bind, max_frame=_LONGEST_SUBSCRIPTION)
+        self._pub = open_socket(self._context, zmq.XPUB, bind, send_hwm=_PUB_HWM, max_frame=_LONGEST_SUBSCRIPTION)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        # So that it says when a subscriber's queue is full.
+        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
         try:
             for socket in self.sockets:
                 secure_server(socket, security)
@@ -147,12 +155,17 @@ class Directory:
         return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> dict[str, int]:
-        """Counters since construction, and gauges: `nodes`, `entries`, `seq`."""
+        """Counters since construction, and gauges: `nodes`, `entries`, `seq`.
+
+        `unsent` replies found the peer's queue full, or the peer gone. `slow_subscribers` counts how often publications
+        began to be lost to subscribers that do not read as fast as there are changes. `snapshots_given_up` were not
+        read either, or were one too many.
+        """
         state = self._state
         return {
             **self._counters,
             "keys_refused": self._gate.refused if self._gate else 0,
-            "snapshots": self._snapshots.started,
+            **self._snapshots.counters,
             "adverts": state.adverts,
             "withdrawals": state.withdrawals,
             "nodes": len(state),
@@ -272,8 +285,13 @@ class Directory:
 
     def _send_events(self, events: list[Event], now: float) -> None:
         self._counters["publishes"] += 1
-        # A subscriber whose queue is full misses the message, sees the gap, and asks for a snapshot.
-        self._pub.send_multipart((TOPIC, self._seq.to_bytes(8, "big"), encode(Events(self.epoch, events))))
+        frames = (TOPIC, self._seq.to_bytes(8, "big"), encode(Events(self.epoch, events)))
+        if not send_now(self._pub, *frames):
+            # A subscriber whose queue is full misses the message, sees the gap, and asks for a snapshot.
+            self._counters["slow_subscribers"] += 1
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
+            self._pub.send_multipart(frames)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
         self._next_heartbeat = now + self._heartbeat_s
 
 

@@ -6,7 +6,7 @@ returns the events that make a replica equal; must never change without returnin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ec_p2p.control.messages import (
@@ -145,7 +145,7 @@ class DirectoryState:
         return [NodeDown(known.info.incarnation)]
 
 
-def chunks(nodes: list[SnapshotNode], adverts_per_chunk: int = _CHUNK_ADVERTS) -> Iterator[list[SnapshotNode]]:
+def chunks(nodes: Iterable[SnapshotNode], adverts_per_chunk: int = _CHUNK_ADVERTS) -> Iterator[list[SnapshotNode]]:
     """`nodes` in slices that each fit one frame; a node with many adverts is spread over several. Never none."""
     chunk: list[SnapshotNode] = []
     room = adverts_per_chunk
