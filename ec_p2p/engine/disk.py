@@ -159,9 +159,9 @@ class LocalDiskBackend:
                 return None, ""
             try:
                 filed = self._examiner.examine(identity, into)
-                outcome = "hit"
             except Damaged:
-                filed, outcome = None, "damaged"
+                self._succeed("read", self._read_breaker)
+                return None, "damaged"
             except Abandoned:
                 return None, "miss"
             except Unreadable as error:
@@ -173,12 +173,12 @@ class LocalDiskBackend:
                 if isinstance(error, FileNotFoundError):
                     self._scanner.wake()  # the whole folder: what was in it is lost
                 return None, "error"
-            if filed is None and outcome == "hit":
+            if filed is None:
                 # That there is no file does not say that one could be read.
                 self._read_breaker.undecided()
                 return None, "miss"
             self._succeed("read", self._read_breaker)
-            return filed, outcome
+            return filed, "hit"
         finally:
             self._end_read(identity)
 

@@ -163,9 +163,12 @@ class Scanner:
         self._scans += 1
         # Another host's clock may lag behind by so much.
         self._recent_ns = begun_ns - self._rescan_s * 1e9
-        while victims := self._index.excess(BATCH):
-            self._remove(victims)
-            self._breathe()
+        try:
+            while victims := self._index.excess(BATCH):
+                self._remove(victims)
+                self._breathe()
+        except OSError as error:
+            self._problem(error)  # what may not be changed can be read all the same
         if self._index.used_bytes > self._index.capacity_bytes:
             # The cap is smaller than what was set aside under an earlier one.
             self._aside.prune(kept=0)

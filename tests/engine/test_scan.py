@@ -20,6 +20,7 @@ from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
 from tests.engine.disks import (
     FILE,
+    Failing,
     Gate,
     Memory,
     Sick,
@@ -104,6 +105,20 @@ def test_a_smaller_cap_evicts_the_oldest(tmp_path: Path) -> None:
         assert gauge(disk, "disk_bytes", kind="used") == 4 * FILE
         assert count(disk, "disk_evictions") == 6
     assert len(files_in(tmp_path)) == 4
+
+
+def test_a_folder_that_is_too_full_and_cannot_be_changed_is_read_all_the_same(memory: Memory, tmp_path: Path) -> None:
+    for number in range(5):
+        put(tmp_path, number)
+    with LocalDiskBackend(str(tmp_path), 3 * FILE, files=Sick(Failing("unlink", errno.EROFS))) as disk:
+        until(lambda: known(disk, range(5)) == set(range(5)))
+        assert gauge(disk, "disk_bytes", kind="used") == 5 * FILE
+        assert count(disk, "disk_errors", op="scan", errno="EROFS") == 1
+        assert all(read(disk, number) == content(number, 2048) for number in range(5))
+        assert memory.offer(disk, 6)
+        assert disk.flush(30)
+        assert gauge(disk, "disk_breaker", op="write") == 1
+        assert len(files_in(tmp_path)) == 5
 
 
 def test_recency_survives_a_restart(memory: Memory, tmp_path: Path) -> None:
