@@ -22,6 +22,8 @@ _KEPT_BYTES = 64 << 20
 _ANSWER_S = 1.0
 _AGAIN_S = 0.05
 _LONGEST_WAIT_S = 10.0
+_DOUBLINGS = 10
+"""More are not needed to get there, and a directory may be away for days."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Doubt:
-    """These adverts of one node, or with None the whole node, go when `until` has come."""
+    """These adverts of one node, or with None the whole node, go once the directory was heard at `until` or later."""
 
     until: float
     identities: set[bytes] | None
@@ -105,12 +107,23 @@ class Follower:
             return set()
         return self._table.held_by(incarnation) if doubt.identities is None else doubt.identities
 
+    def doubts_node(self, incarnation: bytes) -> bool:
+        """Whether the directory, as it is now, has not even said that there is such a node."""
+        doubt = self._doubts.get(incarnation)
+        return doubt is not None and doubt.identities is None
+
     def tick(self, now: float) -> None:
         """Notice silence, and drop what was doubted long enough."""
-        if self._synced and now - self._heard > self._timeout_s:
+        if not self._synced:
+            return
+        if now - self._heard > self._timeout_s:
             self.counters["silences"] += 1
+            # The directory hears nobody either, for all that is known: no time for a node to be heard again.
+            for doubt in self._doubts.values():
+                doubt.until = float("inf")
             self._lose_sync(now)
-        for incarnation in [doubted for doubted, doubt in self._doubts.items() if now >= doubt.until]:
+            return
+        for incarnation in [doubted for doubted, doubt in self._doubts.items() if self._in_sync_at >= doubt.until]:
             doubt = self._doubts.pop(incarnation)
             if doubt.identities is None:
                 self._table.drop_node(incarnation)
@@ -119,8 +132,7 @@ class Follower:
 
     def next_event(self) -> float:
         """When `tick` or `request` has something to do, if nothing comes in before."""
-        due = self._heard + self._timeout_s if self._synced else self._ask_at
-        return min([due, *(doubt.until for doubt in self._doubts.values())])
+        return self._heard + self._timeout_s if self._synced else self._ask_at
 
     def wants_snapshot(self, now: float) -> bool:
         return not self._synced and now >= self._ask_at
@@ -131,7 +143,7 @@ class Follower:
         self._token += 1
         self._snapshot = _Snapshot(self._token)
         self._attempts += 1
-        self._ask_at = now + min(_ANSWER_S * 2**self._attempts, _LONGEST_WAIT_S)
+        self._ask_at = now + self._delay(_ANSWER_S)
         return self._token
 
     def postpone(self, until: float) -> None:
@@ -166,7 +178,7 @@ class Follower:
         if self._snapshot is None:
             return
         self._snapshot = None
-        self._ask_at = now if self._attempts <= 1 else now + min(_AGAIN_S * 2**self._attempts, _LONGEST_WAIT_S)
+        self._ask_at = now if self._attempts <= 1 else now + self._delay(_AGAIN_S)
 
     def take_events(self, seq: int, message: Events, nbytes: int, now: float) -> None:
         """What the directory published as number `seq`, or, with no events in it, after it had published `seq`."""
@@ -191,7 +203,11 @@ class Follower:
 
     def _lose_sync(self, now: float) -> None:
         self._synced = False
-        self._ask_at = now if not self._attempts else now + min(_AGAIN_S * 2**self._attempts, _LONGEST_WAIT_S)
+        self._ask_at = now if not self._attempts else now + self._delay(_AGAIN_S)
+
+    def _delay(self, shortest_s: float) -> float:
+        """Twice as long with every attempt since the last that succeeded."""
+        return float(min(shortest_s * 2 ** min(self._attempts, _DOUBLINGS), _LONGEST_WAIT_S))
 
     def _finish(self, snapshot: _Snapshot, now: float) -> None:
         self.counters["snapshots"] += 1
@@ -200,15 +216,19 @@ class Follower:
             incarnation = node.incarnation
             doubt = self._doubts.get(incarnation)
             seen = snapshot.seen.get(incarnation)
+            # Each life gets the whole span: it may follow the one before it at once.
+            until = min(doubt.until if doubt and same_life else float("inf"), now + self._timeout_s)
             if seen is not None:
                 doubted = self.doubted(incarnation) if same_life else self._table.held_by(incarnation)
-                self._doubt(incarnation, doubted - seen, doubt.until if doubt else now + self._timeout_s)
+                self._doubt(incarnation, doubted - seen, until)
                 self._table.change(incarnation, (), self._table.held_by(incarnation) - seen - doubted)
             elif not same_life or (doubt and doubt.identities is None):
-                self._doubt(incarnation, None, doubt.until if doubt else now + self._timeout_s)
+                self._doubt(incarnation, None, until)
             else:
                 self._doubts.pop(incarnation, None)
                 self._table.drop_node(incarnation)
+        known = {node.incarnation for node in self._table.nodes()}
+        self._doubts = {incarnation: doubt for incarnation, doubt in self._doubts.items() if incarnation in known}
         self._epoch, self._seq = snapshot.epoch, snapshot.seq
         self._snapshot = None
         self._synced = True

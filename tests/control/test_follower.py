@@ -60,6 +60,14 @@ def synced(epoch: bytes = E1, seq: int = 5) -> tuple[Table, Follower]:
     return table, follower
 
 
+def heard(follower: Follower, epoch: bytes, now: float) -> None:
+    """The directory says that it lives, and that nothing has changed."""
+    position = follower.position
+    assert position
+    follower.take_events(position[1], Events(epoch, []), 10, now)
+    follower.tick(now)
+
+
 def change(*adverts: Advert) -> list[Event]:
     return [Changed(B.incarnation, list(adverts), [])]
 
@@ -148,6 +156,17 @@ def test_an_unanswered_request_is_repeated_less_and_less_often() -> None:
     assert waits[-1] == waits[-2] == 10.0
 
 
+def test_a_directory_may_be_away_for_days() -> None:
+    _, follower = make()
+    now = 0.0
+    for _ in range(3000):
+        follower.request(now)
+        now = follower.next_event()
+    follower.take_chunk(chunk(follower.request(now), E1, 5, last=False), now)
+    follower.spoil(now)
+    assert now < follower.next_event() <= now + 10.0
+
+
 def test_silence_keeps_the_view_but_it_is_not_fresh() -> None:
     table, follower = synced()
     follower.tick(TIMEOUT_S + 0.1)
@@ -162,8 +181,7 @@ def test_nodes_outlive_a_directory_that_comes_back_empty_until_it_had_time_to_he
     follower.take_chunk(chunk(follower.request(1.0), E2, 0), 1.0)
     assert table.lookup(advert(1).identity) == [(A, advert(1))]
     follower.take_events(1, Events(E2, [NodeUp(B)]), 10, 2.0)
-    follower.take_events(2, Events(E2, []), 10, 1.0 + TIMEOUT_S)
-    follower.tick(1.0 + TIMEOUT_S)
+    heard(follower, E2, 1.0 + TIMEOUT_S)
     assert content(table) == {B: {}}
 
 
@@ -174,6 +192,44 @@ def test_a_second_snapshot_of_the_new_life_does_not_cut_that_time_short() -> Non
         follower.take_events(seq, Events(E2, []), 10, now)
         follower.take_chunk(chunk(follower.request(now), E2, seq), now)
     assert table.lookup(advert(1).identity) == [(A, advert(1))]
+
+
+def test_each_of_two_lives_in_a_row_has_its_time_to_hear_the_nodes() -> None:
+    table, follower = synced()
+    for epoch, now in ((E2, 1.0), (b"3" * 16, 1.0 + TIMEOUT_S - 0.1)):
+        follower.take_events(0, Events(epoch, []), 10, now)
+        follower.take_chunk(chunk(follower.request(now), epoch, 0), now)
+    heard(follower, b"3" * 16, 2 * TIMEOUT_S)
+    assert table.lookup(advert(1).identity) == [(A, advert(1))]
+    heard(follower, b"3" * 16, 1.0 + 2 * TIMEOUT_S)
+    assert content(table) == {}
+
+
+def test_a_directory_that_is_silent_after_it_came_back_empty_has_said_nothing_against_a_node() -> None:
+    table, follower = synced()
+    follower.take_events(0, Events(E2, []), 10, 1.0)
+    follower.take_chunk(chunk(follower.request(1.0), E2, 0), 1.0)
+    follower.tick(1.0 + TIMEOUT_S)
+    assert table.lookup(advert(1).identity) == [(A, advert(1))]
+    follower.tick(20.0)
+    follower.take_events(0, Events(E2, []), 10, 20.0)
+    follower.take_chunk(chunk(follower.request(20.0), E2, 0), 20.0)
+    heard(follower, E2, 19.9 + TIMEOUT_S)
+    assert table.lookup(advert(1).identity) == [(A, advert(1))]
+    heard(follower, E2, 20.0 + TIMEOUT_S)
+    assert content(table) == {}
+
+
+def test_a_node_that_a_snapshot_puts_another_in_place_of_is_not_doubted_but_gone() -> None:
+    table, follower = synced()
+    reborn = node(1, life=1)
+    follower.take_events(0, Events(E2, []), 10, 1.0)
+    follower.take_chunk(chunk(follower.request(1.0), E2, 0), 1.0)
+    assert follower.doubts_node(A.incarnation)
+    follower.take_events(5, Events(E2, []), 10, 2.0)
+    follower.take_chunk(chunk(follower.request(2.0), E2, 5, SnapshotNode(reborn, [])), 2.0)
+    assert table.nodes() == [B, reborn]
+    assert [follower.doubts_node(info.incarnation) for info in (A, B, reborn)] == [False, True, False]
 
 
 def test_a_node_that_says_hello_again_is_believed_until_it_had_time_to_repeat_itself() -> None:
