@@ -35,6 +35,7 @@ from ec_p2p.control.messages import (
     ToDirectory,
     Welcome,
 )
+from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate, Security, receive_keyless, receive_with_key, secure_server
 from ec_p2p.control.snapshots import Snapshots
 from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, receive_now, send_now, split_endpoint
@@ -80,6 +81,7 @@ class Directory:
         self._events: list[Event] = []
         self._next_expiry = self._next_heartbeat = 0.0
         self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes", "slow_subscribers"), 0)
+        self.pulse = Pulse(node_timeout_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._context: Context = context or zmq.Context()
@@ -173,6 +175,15 @@ class Directory:
             "seq": self._seq,
         }
 
+    def entries_by_state(self) -> dict[int, int]:
+        """How many entries are in each EntryState. From any thread; takes about 0.1 us an entry."""
+        return self._state.entries_by_state()
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """What the snapshots that were sent in full took, added up."""
+        return self._snapshots.seconds
+
     def run(self) -> None:
         """Serve until `stop`."""
         poller = zmq.Poller()
@@ -182,6 +193,7 @@ class Directory:
         wait_s = 0.0
         while not self._stopping:
             ready = dict(poller.poll(math.ceil(max(0.0, wait_s) * 1000)))
+            self.pulse.beat()
             wait_s = self.turn(ready, time.monotonic())
 
     def turn(self, ready: Container[object], now: float) -> float:
@@ -285,7 +297,7 @@ class Directory:
 
     def _send_events(self, events: list[Event], now: float) -> None:
         self._counters["publishes"] += 1
-        frames = (TOPIC, self._seq.to_bytes(8, "big"), encode(Events(self.epoch, events)))
+        frames = (TOPIC, self._seq.to_bytes(8, "big"), encode(Events(self.epoch, events, PROTOCOL_VERSION)))
         if not send_now(self._pub, *frames):
             # A subscriber whose queue is full misses the message, sees the gap, and asks for a snapshot.
             self._counters["slow_subscribers"] += 1

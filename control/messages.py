@@ -224,6 +224,8 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
 
     epoch: Epoch
     events: list[Event]
+    version: Natural = 1
+    """PROTOCOL_VERSION of the directory: who only subscribes gets no other word of it."""
 
 
 # ---------------------------------------------------------------- node <-> node (DEALER -> ROUTER)

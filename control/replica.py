@@ -185,6 +185,8 @@ class Replica:
         if len(frames) != 3 or frames[0] != TOPIC or len(frames[1]) != 8:
             raise BadFrame("not (topic, 8 bytes of sequence number, payload)")
         message: Events = decode(frames[2], Events)
+        if message.version != PROTOCOL_VERSION:
+            raise BadFrame(f"a publication in version {message.version}, accepted: {PROTOCOL_VERSION}")
         self._follower.take_events(int.from_bytes(frames[1], "big"), message, len(frames[2]), now)
 
     def _subscribe_at(self, pub_endpoint: str) -> None:

@@ -7,6 +7,7 @@ for a million entries.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ class _Outgoing:
     frames: Iterator[bytes]
     frame: bytes | None
     moved: float
+    began: float
+    """`time.perf_counter()`."""
 
 
 class Snapshots:
@@ -41,7 +44,10 @@ class Snapshots:
         self._epoch = epoch
         self._waiting: dict[bytes, int] = {}
         self._outgoing: dict[bytes, _Outgoing] = {}
-        self.counters = dict.fromkeys(("snapshots", "snapshot_bytes", "snapshots_given_up"), 0)
+        counted = ("snapshots", "snapshots_sent", "snapshots_given_up", "snapshot_bytes")
+        self.counters = dict.fromkeys(counted, 0)
+        self.seconds = 0.0
+        """What those that were sent in full took, from the first chunk to the last."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
@@ -60,10 +66,11 @@ class Snapshots:
         """Move every snapshot on. What starts now is valid at `seq`. Seconds until it is worth trying again."""
         nodes: list[SnapshotNode] = []
         while self._waiting and len(self._outgoing) < _AT_ONCE:
+            began = time.perf_counter()
             nodes = nodes or state.snapshot()
             route = next(iter(self._waiting))
             frames = self._frames(self._waiting.pop(route), nodes, seq)
-            self._outgoing[route] = _Outgoing(frames, next(frames), now)
+            self._outgoing[route] = _Outgoing(frames, next(frames), now, began)
             self.counters["snapshots"] += 1
         moved = False
         for route, outgoing in list(self._outgoing.items()):
@@ -93,6 +100,9 @@ class Snapshots:
             self.counters["snapshot_bytes"] += len(outgoing.frame)
             outgoing.frame = next(outgoing.frames, None)
             moved = True
+            if outgoing.frame is None:
+                self.counters["snapshots_sent"] += 1
+                self.seconds += time.perf_counter() - outgoing.began
         return moved
 
     def _frames(self, token: int, nodes: list[SnapshotNode], seq: int) -> Iterator[bytes]:

@@ -6,13 +6,16 @@ returns the events that make a replica equal; must never change without returnin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ec_p2p.control.messages import (
     Advert,
     Announce,
     Changed,
+    EntryState,
     Event,
     Goodbye,
     Heartbeat,
@@ -29,6 +32,7 @@ _NODE_COST = 20
 """A node's name and address take at most as much room in a chunk as this many adverts."""
 _INSTANCE_COST = 4
 """So does an instance."""
+_COUNTED_AT_ONCE = 8192
 
 
 @dataclass(slots=True)
@@ -59,6 +63,18 @@ class DirectoryState:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def entries_by_state(self) -> dict[int, int]:
+        """How many entries are in each EntryState. Unlike the rest it may be called from any thread."""
+        counts = dict.fromkeys(map(int, EntryState), 0)
+        for known in list(self._nodes.values()):
+            adverts = list(known.adverts.values())
+            # Slices, so that whoever waits for the interpreter gets it in between.
+            for start in range(0, len(adverts), _COUNTED_AT_ONCE):
+                found = Counter(map(attrgetter("state"), adverts[start : start + _COUNTED_AT_ONCE]))
+                for state, count in found.items():
+                    counts[state] += count
+        return counts
 
     def apply(self, message: Hello | Announce | Heartbeat | Goodbye, route: bytes, now: float) -> list[Event] | None:
         """Events to publish, in order. None: the sender must say hello and announce everything again."""

@@ -12,6 +12,8 @@ from types import FrameType
 import zmq
 
 from ec_p2p.control.directory import Directory
+from ec_p2p.control.directory_figures import source_of
+from ec_p2p.control.exposition import Exposition
 from ec_p2p.control.sockets import split_endpoint
 from ec_p2p.keys import security_of
 
@@ -34,6 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="seconds after which a silent node is gone (default: %(default)s)",
     )
     parser.add_argument("--security", metavar="FILE", default="", help="key file: only members can connect")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of /metrics and /healthz; 0: any free one, -1: none (default: %(default)s)",
+    )
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST", help="(default: %(default)s)")
     parser.add_argument("--log-level", choices=_LOG_LEVELS, default="INFO", help="(default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -44,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if not 0 < args.node_timeout < float("inf"):
         return _refuse(f"--node-timeout={args.node_timeout!r}; accepted: a positive number of seconds")
+    if not -1 <= args.metrics_port < 65536:
+        return _refuse(f"--metrics-port={args.metrics_port!r}; accepted: a port number from -1 to 65535")
     security = security_of(os.path.abspath(args.security) if args.security else "", "--security")
     try:
         pub_port = _next_port(args.bind) if args.pub_port is None else args.pub_port
@@ -56,10 +68,13 @@ def run(args: argparse.Namespace) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         directory.stop()
 
-    with directory:
+    figures = Exposition(args.metrics_host, args.metrics_port, [source_of(directory)], directory.pulse.health)
+    with directory, figures:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         print(f"directory listens on {directory.endpoint}, publishes on port {directory.pub_port}", file=sys.stderr)
+        if figures.port:
+            print(f"/metrics and /healthz are at {args.metrics_host}:{figures.port}", file=sys.stderr)
         directory.run()
     return 0
 

@@ -21,7 +21,9 @@ import zmq
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
 from ec_p2p.control.directories import host_of
+from ec_p2p.control.exposition import Exposition
 from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
+from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate
 from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
@@ -29,7 +31,6 @@ from ec_p2p.engine.tally import Tally
 from ec_p2p.keys import load_security
 from ec_p2p.node import network
 from ec_p2p.node.clients import Clients
-from ec_p2p.node.counters import MetricsServer
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.leases import Leases
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 20.0
 """How long a leaving node writes to disk what waits for it: within the 30 s that Kubernetes gives."""
+_HUNG_S = 2.0
+"""A loop that turns does so several times within this."""
 
 
 class Node:
@@ -68,6 +71,7 @@ class Node:
         self._stopping = False
         self._closed = False
         self._lonely_since = float("inf")
+        self._pulse = Pulse(max(config.node_timeout_s, _HUNG_S))
         with contextlib.ExitStack() as resources:
             self._open(resources)
             self._resources = resources.pop_all()
@@ -217,10 +221,11 @@ class Node:
             self._staging,
             self._peers,
             self._links,
+            self._pulse,
             gate,
         )
-        self._metrics = MetricsServer(
-            config.metrics_host, config.metrics_port, self._status.counts, self._status.gauges
+        self._metrics = Exposition(
+            config.metrics_host, config.metrics_port, self._status.sources(), self._status.health
         )
         resources.callback(self._metrics.close)
         self._status.metrics_port = self._metrics.port
@@ -257,6 +262,7 @@ class Node:
             Part("wants", tick=self._wants.tick, deadlines=lambda now: self._wants.deadlines()),
             Part("saving", tick=self._saving.tick),
             Part("life", tick=self._leave_if_lonely),
+            Part("pulse", tick=lambda now: self._pulse.beat()),
             Part(
                 "directory",
                 self._links.poll_targets,

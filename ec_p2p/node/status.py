@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from ec_p2p.config import Config
 from ec_p2p.config_kinds import without_password
+from ec_p2p.control.exposition import Source
 from ec_p2p.control.messages import NodeInfo
+from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
@@ -43,6 +45,7 @@ class Status:
     staging: Staging
     peers: Peers
     links: DirectoryLinks
+    pulse: Pulse
     gate: Gate | None
     """None: there are no keys."""
     metrics_port: int = 0
@@ -70,6 +73,16 @@ class Status:
             "pid": str(os.getpid()),
         }
         return Inspection(token, node, flat(self.counts()), flat(self.gauges()), self.peers.names())
+
+    def sources(self) -> list[Source]:
+        """For /metrics."""
+        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self.gauges, {})]
+
+    def health(self) -> tuple[bool, str]:
+        """For /healthz. A node without a directory is well: it serves this host, and starting it anew helps nobody."""
+        healthy, text = self.pulse.health()
+        answering, all_of_them = self.links.connected, len(self.config.directories)
+        return healthy, f"{text}\ndirectories that answer: {answering} of {all_of_them}"
 
     def counts(self) -> dict[Series, float]:
         """What has happened so far."""

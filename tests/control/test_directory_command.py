@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.control.harness import Loop, advert, node
+from tests.control.test_exposition import figures, get
 
 PROGRAM = """
 import argparse, sys
@@ -83,6 +84,7 @@ def test_a_stopped_directory_is_survived_and_followed_again(loop: Loop, start: S
         (["--bind", "tcp://203.0.113.7:0"], "203.0.113.7"),
         (["--node-timeout", "-1"], "--node-timeout=-1.0; accepted"),
         (["--pub-port", "70000"], "--pub-port=70000; accepted"),
+        (["--metrics-port", "-2"], "--metrics-port=-2; accepted"),
     ],
 )
 def test_what_cannot_be_used_is_named(start: Start, arguments: list[str], named: str) -> None:
@@ -100,3 +102,22 @@ def test_a_taken_port_is_named(loop: Loop, start: Start) -> None:
     assert process.returncode == 2
     assert "Address already in use" in printed
     assert taken.endpoint in printed
+
+
+def test_it_says_where_its_figures_are(start: Start) -> None:
+    process = start("--bind", "tcp://127.0.0.1:0", "--node-timeout", "1.5")
+    endpoint_of(process)
+    assert process.stderr
+    line = process.stderr.readline()
+    match = re.fullmatch(r"/metrics and /healthz are at 127\.0\.0\.1:(\d+)\n", line)
+    assert match, line
+    assert get(int(match[1]), "/healthz")[::2] == (200, "ok\n")
+    assert figures(int(match[1]))["ec_p2p_directory_nodes"] == 0
+
+
+def test_it_serves_no_figures_where_none_are_wanted(start: Start) -> None:
+    process = start("--bind", "tcp://127.0.0.1:0", "--metrics-port", "-1")
+    endpoint_of(process)
+    process.terminate()
+    _, rest = process.communicate(timeout=20)
+    assert (process.returncode, "metrics" in rest) == (0, False)
