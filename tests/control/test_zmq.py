@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 
-import msgpack
 import pytest
 import zmq
 
@@ -21,7 +20,7 @@ from ec_p2p.control.messages import (
     Welcome,
 )
 from ec_p2p.control.replica import Replica
-from ec_p2p.control.sockets import open_socket, split_endpoint
+from ec_p2p.control.sockets import open_socket
 from tests.control.harness import Loop, advert, node
 
 ONE, TWO = advert(1).identity, advert(2).identity
@@ -142,38 +141,6 @@ def test_those_who_are_refused_say_so_once_and_stay_calm(
         assert asked == 2
         assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
         assert not announcer.connected
-
-
-def test_anyone_can_read_the_stream_with_zmq_and_msgpack(loop: Loop) -> None:
-    directory = loop.directory()
-    announcer = loop.announcer(directory.endpoint, node(1))
-    with loop.context.socket(zmq.SUB) as sub:
-        sub.subscribe(b"ec")
-        host, _ = split_endpoint(directory.endpoint)
-        sub.connect(f"{host}:{directory.pub_port}")
-        assert sub.poll(10_000), "a new subscriber is told the position at once"
-        topic, seq, payload = sub.recv_multipart()
-        assert (topic, seq) == (b"ec", bytes(8))
-        assert msgpack.unpackb(payload) == ["events", directory.epoch, []]
-        announcer.store(advert(1))
-        told: list[list[object]] = []
-        seqs = []
-
-        def hear() -> bool:
-            while sub.poll(0):
-                topic, seq, payload = sub.recv_multipart()
-                tag, epoch, events = msgpack.unpackb(payload)
-                assert (topic, tag, epoch) == (b"ec", "events", directory.epoch)
-                seqs.append(int.from_bytes(seq, "big"))
-                told.extend(events)
-            return len(told) >= 2
-
-        loop.until(hear)
-        assert told == [
-            ["up", [node(1).incarnation, "host-1", "tcp://10.0.0.1:5000", 0, b""]],
-            ["changed", node(1).incarnation, [[ONE, 1, 4096, 16, 128, "bfloat16", 4096, 64, 1]], [], None],
-        ]
-        assert seqs == sorted(seqs)
 
 
 def test_the_first_that_can_bind_is_the_directory(loop: Loop) -> None:
