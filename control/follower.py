@@ -107,6 +107,10 @@ class Follower:
             return set()
         return self._table.held_by(incarnation) if doubt.identities is None else doubt.identities
 
+    def doubts(self, incarnation: bytes) -> bool:
+        """Whether anything is doubted that the table says of a node."""
+        return self.doubts_node(incarnation) or bool(self.doubted(incarnation))
+
     def doubts_node(self, incarnation: bytes) -> bool:
         """Whether the directory, as it is now, has not even said that there is such a node."""
         doubt = self._doubts.get(incarnation)

@@ -109,6 +109,9 @@ class Replicates(Protocol):
     def held_by(self, incarnation: bytes) -> list[Advert]:
         """What a node advertises."""
 
+    def doubts(self, incarnation: bytes) -> bool:
+        """Whether the directory, or the node, has begun anew, and not all that is known of the node was said again."""
+
     def identities(self) -> list[bytes]:
         """Every entry that somebody holds."""
 

@@ -100,6 +100,9 @@ class ValkeyReplica:
     def held_by(self, incarnation: bytes) -> list[Advert]:
         return self._table.adverts(incarnation)
 
+    def doubts(self, incarnation: bytes) -> bool:
+        return self._follower.doubts(incarnation)
+
     def identities(self) -> list[bytes]:
         return self._table.identities()
 

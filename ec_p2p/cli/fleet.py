@@ -23,7 +23,8 @@ class NodeRow(NamedTuple):
 
     info: NodeInfo
     state: str
-    """'up': a directory that is being followed says so. 'stale': none is, and this is what was known before."""
+    """'up': a directory that is being followed says so. 'doubted': it, or the node, has begun anew, and not all that is
+    known of the node was said again yet. 'stale': no directory is being followed, and this is what was known before."""
     instances: list[InstanceInfo]
     entries: dict[str, int]
     nbytes: dict[str, int]
@@ -44,11 +45,12 @@ class NodeRow(NamedTuple):
 def rows_of(view: View) -> list[NodeRow]:
     """Every node that is known, by name."""
     fresh = [replica for replica in view.replicas if replica.fresh]
-    state = "up" if fresh else "stale"
     rows = []
     for info in view.nodes():
         told = [(replica.held_by(info.incarnation), replica) for replica in fresh or view.replicas]
         adverts, replica = max(told, key=lambda one: (len(one[0]), len(one[1].instances(info.incarnation))))
+        doubted = "doubted" if replica.doubts(info.incarnation) else "up"
+        state = doubted if fresh else "stale"
         rows.append(NodeRow(info, state, replica.instances(info.incarnation), *_add_up(adverts)))
     return sorted(rows, key=lambda row: (row.info.name, row.info.address))
 

@@ -165,5 +165,5 @@ def _table(columns: list[_Column], width: int) -> Table:
             column.header, justify="right" if column.right else "left", no_wrap=True, min_width=column.width
         )
     for cells in zip(name.cells, *(column.cells for column in others), strict=True):
-        table.add_row(*map(Text, cells), style="dim" if "stale" in cells else "")
+        table.add_row(*map(Text, cells))
     return table
