@@ -168,7 +168,9 @@ class Scanner:
                 self._remove(victims)
                 self._breathe()
         except OSError as error:
-            self._problem(error)  # what may not be changed can be read all the same
+            # What cannot be changed can be read all the same.
+            self._tally.add_error("scan", error)
+            logger.warning("%s holds more than it may, and nothing can be removed: %s", self._root, error)
         if self._index.used_bytes > self._index.capacity_bytes:
             # The cap is smaller than what was set aside under an earlier one.
             self._aside.prune(kept=0)

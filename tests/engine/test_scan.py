@@ -107,7 +107,9 @@ def test_a_smaller_cap_evicts_the_oldest(tmp_path: Path) -> None:
     assert len(files_in(tmp_path)) == 4
 
 
-def test_a_folder_that_is_too_full_and_cannot_be_changed_is_read_all_the_same(memory: Memory, tmp_path: Path) -> None:
+def test_a_folder_that_is_too_full_and_cannot_be_changed_is_read_all_the_same(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(5):
         put(tmp_path, number)
     with LocalDiskBackend(str(tmp_path), 3 * FILE, files=Sick(Failing("unlink", errno.EROFS))) as disk:
@@ -119,6 +121,7 @@ def test_a_folder_that_is_too_full_and_cannot_be_changed_is_read_all_the_same(me
         assert disk.flush(30)
         assert gauge(disk, "disk_breaker", op="write") == 1
         assert len(files_in(tmp_path)) == 5
+    assert "holds more than it may" in caplog.text
 
 
 def test_recency_survives_a_restart(memory: Memory, tmp_path: Path) -> None:
@@ -359,6 +362,29 @@ def test_a_file_that_cannot_be_opened_counts_but_is_no_entry(tmp_path: Path) -> 
         assert gauge(disk, "disk_bytes", kind="used") == 2 * FILE
         sick.clear()
         until(lambda: known(disk, range(3)) == {1, 2})
+
+
+def test_a_file_that_could_not_be_read_is_an_entry_again_by_the_next_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing has changed in its folder."""
+    monkeypatch.setattr("ec_p2p.engine.scan.ALL_EVERY", 1_000_000_000)
+    state = Failing("open", 0)
+    scans: list[str] = []
+
+    def before(name: str, args: Any) -> None:
+        if name == "listdir" and args[0].endswith("/damaged"):
+            scans.append(name)
+        state(name, args)
+
+    put(tmp_path, 1)
+    with LocalDiskBackend(str(tmp_path), rescan_s=SOON_S, files=Sick(before)) as disk:
+        until(lambda: known(disk, range(2)) == {1} and len(scans) > 5)
+        state.error = errno.EACCES
+        assert read(disk, 1) is None
+        assert known(disk, range(2)) == set()
+        state.error = 0
+        until(lambda: known(disk, range(2)) == {1})
 
 
 # ---------------------------------------------------------------- a folder that is not there
