@@ -250,7 +250,12 @@ class Keys(msgspec.Struct, frozen=True):
         return path
 
     def read(self, text: str) -> object:
-        return json.loads(text) if text.lstrip().startswith("{") else text
+        if not text.lstrip().startswith("{"):
+            return text
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError from None
 
 
 def _key_ring(value: Mapping[object, object]) -> KeyRing:
