@@ -310,5 +310,5 @@ class Directory:
 def _size(event: Event) -> int:
     """Bytes of an event on the wire, never less than the truth."""
     if isinstance(event, Changed):
-        return 64 + 160 * len(event.adverts) + 36 * len(event.withdrawn) + 600 * len(event.instances or ())
+        return 64 + 160 * len(event.adverts) + 36 * len(event.withdrawn) + 1400 * len(event.instances or ())
     return 2200 if isinstance(event, NodeUp) else 64

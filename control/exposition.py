@@ -46,6 +46,10 @@ class Source(NamedTuple):
     """What a name means; its own words where there is nothing more to say."""
 
 
+Sources: TypeAlias = Callable[[], Sequence[Source]]
+"""Those that there are at the time of the call. Called by the threads that answer."""
+
+
 class Exposition:
     """Serves from construction on, until `close`. `port` 0 takes any free one, -1 serves nothing.
 
@@ -53,7 +57,7 @@ class Exposition:
     `port` is then 0.
     """
 
-    def __init__(self, host: str, port: int, sources: Sequence[Source], health: Health) -> None:
+    def __init__(self, host: str, port: int, sources: Sources, health: Health) -> None:
         self.port = 0
         self._server: _Server | None = None
         if port < 0:
@@ -98,7 +102,7 @@ def _prometheus() -> Any:
 class _Page:
     """What /metrics says."""
 
-    def __init__(self, client: Any, sources: Sequence[Source]) -> None:
+    def __init__(self, client: Any, sources: Sources) -> None:
         self._client = client
         self._sources = sources
         self._registry = client.CollectorRegistry(auto_describe=False)
@@ -112,7 +116,7 @@ class _Page:
     def collect(self) -> Iterator[Any]:
         """Called by prometheus_client."""
         core = self._client.core
-        for source in self._sources:
+        for source in self._sources():
             for kind, values in (
                 (core.CounterMetricFamily, source.counts()),
                 (core.GaugeMetricFamily, source.gauges()),

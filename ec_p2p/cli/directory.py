@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         directory.stop()
 
-    figures = Exposition(args.metrics_host, args.metrics_port, [source_of(directory)], directory.pulse.health)
+    source = source_of(directory)
+    figures = Exposition(args.metrics_host, args.metrics_port, lambda: [source], directory.pulse.health)
     with directory, figures:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)

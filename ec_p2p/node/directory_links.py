@@ -16,6 +16,8 @@ from ec_p2p.config import Config
 from ec_p2p.config_kinds import without_password
 from ec_p2p.control.directories import announce_to
 from ec_p2p.control.directory import Directory
+from ec_p2p.control.directory_figures import source_of
+from ec_p2p.control.exposition import Source
 from ec_p2p.control.interface import Announces, Pollable
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
 from ec_p2p.control.security import Security
@@ -71,6 +73,7 @@ class DirectoryLinks:
             socket: announcer for announcer in self._announcers for socket in announcer.sockets
         }
         self._embedded: Directory | None = None
+        self._hosted_figures: Source | None = None
         self._try_at = 0.0
         self._unreached_since: float | None = None
         self._complained = False
@@ -82,6 +85,12 @@ class DirectoryLinks:
     def connected(self) -> int:
         """How many directories answer."""
         return sum(announcer.connected for announcer in self._announcers)
+
+    @property
+    def hosted_figures(self) -> list[Source]:
+        """Of the directory that is hosted here, if one is. From any thread."""
+        figures = self._hosted_figures
+        return [figures] if figures else []
 
     def lookup(self, identity: bytes) -> list[tuple[NodeInfo, Advert]]:
         return self._view.lookup(identity)
@@ -158,7 +167,7 @@ class DirectoryLinks:
         if self._embedded is not None and not self._embedded.running:
             logger.error("the embedded directory has ended; looking for another host of it")
             self._embedded.close()
-            self._embedded = None
+            self._embedded = self._hosted_figures = None
         if self._embedded is not None or self._config.directory or not self._config.embedded_directory:
             return
         if now < self._try_at or self.connected:
@@ -179,4 +188,5 @@ class DirectoryLinks:
             )  # another node does, or another host is meant
             return
         self._embedded.start()
+        self._hosted_figures = source_of(self._embedded)
         logger.info("hosting the directory at %s", bind)

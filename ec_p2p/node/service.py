@@ -224,9 +224,7 @@ class Node:
             self._pulse,
             gate,
         )
-        self._metrics = Exposition(
-            config.metrics_host, config.metrics_port, self._status.sources(), self._status.health
-        )
+        self._metrics = Exposition(config.metrics_host, config.metrics_port, self._status.sources, self._status.health)
         resources.callback(self._metrics.close)
         self._status.metrics_port = self._metrics.port
         self._clients = Clients(self._sessions, self._wants, self._leases, self._saving, self._links, self._status)

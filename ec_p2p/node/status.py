@@ -75,8 +75,8 @@ class Status:
         return Inspection(token, node, flat(self.counts()), flat(self.gauges()), self.peers.names())
 
     def sources(self) -> list[Source]:
-        """For /metrics."""
-        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self.gauges, {})]
+        """For /metrics: this node's, and those of the directory that it hosts, if it does."""
+        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self.gauges, {}), *self.links.hosted_figures]
 
     def health(self) -> tuple[bool, str]:
         """For /healthz. A node without a directory is well: it serves this host, and starting it anew helps nobody."""

@@ -47,7 +47,8 @@ def exposed() -> Iterator[Any]:
     opened: list[Exposition] = []
 
     def exposed(directory: Directory) -> int:
-        opened.append(Exposition("127.0.0.1", 0, [source_of(directory)], directory.pulse.health))
+        source = source_of(directory)
+        opened.append(Exposition("127.0.0.1", 0, lambda: [source], directory.pulse.health))
         return opened[-1].port
 
     yield exposed
@@ -60,7 +61,7 @@ def plain() -> Iterator[Any]:
     opened: list[Exposition] = []
 
     def plain(*sources: Source, health: Health = lambda: (True, "ok")) -> int:
-        opened.append(Exposition("127.0.0.1", 0, sources, health))
+        opened.append(Exposition("127.0.0.1", 0, lambda: sources, health))
         return opened[-1].port
 
     yield plain
@@ -216,15 +217,15 @@ def test_without_prometheus_client_health_is_told_all_the_same(plain: Any, monke
 
 def test_a_port_that_is_taken_is_a_warning(plain: Any, caplog: Any) -> None:
     port = plain(SOURCE)
-    other = Exposition("127.0.0.1", port, [SOURCE], lambda: (True, "ok"))
+    other = Exposition("127.0.0.1", port, lambda: [SOURCE], lambda: (True, "ok"))
     assert other.port == 0
     assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
     other.close()
-    Exposition("no.such.host.invalid", 0, [SOURCE], lambda: (True, "ok")).close()
+    Exposition("no.such.host.invalid", 0, lambda: [SOURCE], lambda: (True, "ok")).close()
     assert "cannot listen on no.such.host.invalid:0" in caplog.text
 
 
 def test_none_at_all(plain: Any) -> None:
     before = threading.active_count()
-    with Exposition("127.0.0.1", -1, [SOURCE], lambda: (True, "ok")) as none:
+    with Exposition("127.0.0.1", -1, lambda: [SOURCE], lambda: (True, "ok")) as none:
         assert (none.port, threading.active_count()) == (0, before)

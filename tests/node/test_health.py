@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ec_p2p.node.service import Node
 from tests.control.test_exposition import figures, get
 from tests.node.conftest import Fleet, free_ports, until
 
@@ -15,9 +21,40 @@ def test_a_node_that_turns_is_healthy_and_says_whether_a_directory_answers(zmq_f
     shown = figures(port)
     assert (shown["ec_p2p_node_entries"], shown["ec_p2p_node_saves_total"]) == (1, 1)
     assert shown["ec_p2p_node_sessions"] == 1
+    until(
+        lambda: figures(port)["ec_p2p_directory_entries{state=memory}"] == 1, "the directory that it hosts to know it"
+    )
+    assert figures(port)["ec_p2p_directory_nodes"] == 1
 
 
 def test_a_node_without_a_directory_is_healthy_too(zmq_fleet: Fleet) -> None:
     node = zmq_fleet.node("a", directory=[f"tcp://127.0.0.1:{free_ports()}"])
     port = int(zmq_fleet.client(node).inspect().node["metrics_port"])
     assert get(port, "/healthz")[::2] == (200, "ok\ndirectories that answer: 0 of 1\n")
+    assert not [name for name in figures(port) if name.startswith("ec_p2p_directory")]
+
+
+@pytest.fixture
+def here(zmq_fleet: Fleet) -> Iterator[Node]:
+    """A node in a thread of this process, which can be reached into."""
+    node = Node(zmq_fleet.config("here", node_timeout_s=2.5))
+    thread = threading.Thread(target=node.run)
+    thread.start()
+    yield node
+    node.stop()
+    thread.join()
+
+
+def test_a_node_whose_loop_hangs_is_not_healthy(zmq_fleet: Fleet, here: Node) -> None:
+    port = int(zmq_fleet.client(here.config).inspect().node["metrics_port"])
+    assert get(port, "/healthz")[0] == 200
+    goes_on = threading.Event()
+    here._mailbox.post(lambda: goes_on.wait(60))
+    try:
+        until(lambda: get(port, "/healthz")[0] == 503, "the hang to be told")
+        status, _, body = get(port, "/healthz")
+        assert (status, body.startswith("the loop has not turned for ")) == (503, True)
+        assert figures(port)["ec_p2p_node_sessions"] == 1, "figures are there all the same"
+    finally:
+        goes_on.set()
+    until(lambda: get(port, "/healthz")[0] == 200, "the loop to turn again")
