@@ -22,7 +22,9 @@ from ec_p2p.control.view import View
 from ec_p2p.keys import load_security
 
 _OTHERS_S = 1.0
-"""Once one directory is followed, the others are waited for at most this much longer."""
+"""Once one directory is followed, the others are not waited for in silence longer than this."""
+_AT_MOST = 20
+"""Times the timeout: a fleet whose snapshots never get through must not be waited for forever."""
 _TURN_S = 0.1
 
 
@@ -41,7 +43,11 @@ def add_following_arguments(parser: argparse.ArgumentParser) -> None:
         help="a directory, such as tcp://10.0.0.1:14579; may be given several times (default: as configured)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="SECONDS", help="wait so long for them (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="wait so long for one that says nothing (default: %(default)s)",
     )
 
 
@@ -104,17 +110,24 @@ class Following:
     def catch_up(self, timeout_s: float) -> list[str]:
         """Return once the view is what the directories know; then the endpoints of those that do not answer.
 
-        Waits `timeout_s` for the first, and less for the others. Raises NoDirectory when there is none.
+        Waits as long as a directory goes on telling what it knows, `timeout_s` for one that says nothing, and less for
+        the others once one is followed. Raises NoDirectory when there is none.
         """
-        deadline = time.monotonic() + timeout_s
+        started = moved = time.monotonic()
         answered: set[str] = set()
-        while (now := time.monotonic()) < deadline:
+        known: list[int] = []
+        while True:
+            now = time.monotonic()
             answered |= {replica.endpoint for replica in self.view.replicas if replica.position is not None}
+            told = [len(replica) + replica.fresh for replica in self.view.replicas]
+            if told != known:
+                known, moved = told, now
             if all(replica.fresh for replica in self.view.replicas):
                 return []
-            if self.view.fresh:
-                deadline = min(deadline, now + _OTHERS_S)
-            self.turn(min(_TURN_S, deadline - now))
+            patience_s = min(_OTHERS_S, timeout_s) if self.view.fresh else timeout_s
+            if now - moved > patience_s or now - started > _AT_MOST * timeout_s:
+                break
+            self.turn(min(_TURN_S, patience_s))
         silent = [replica.endpoint for replica in self.view.replicas if not replica.fresh]
         if not self.view.fresh:
             if not answered:
