@@ -11,6 +11,7 @@ from typing import TypeAlias
 import zmq
 
 from ec_p2p.control.codec import MAX_FRAME
+from ec_p2p.dead_peers import end_dead_connections
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -18,8 +19,6 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 _CONNECT_TIMEOUT_MS = 2_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
-_HEARTBEAT_MS = 1_000
-_HEARTBEAT_TIMEOUT_MS = 4_000
 
 
 def open_socket(
@@ -35,7 +34,8 @@ def open_socket(
     """A socket of `kind`, not yet bound or connected, that is meant for `endpoint`.
 
     A frame that comes in longer than `max_frame` ends its connection. A peer that does not answer is given up after
-    two seconds and dialled again at least once a second. Nothing is queued for a peer that is not connected.
+    two seconds and dialled again at least once a second. Nothing is queued for a peer that is not connected. A
+    connection whose other end is gone, or does not read for so long, ends after five seconds.
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -48,13 +48,7 @@ def open_socket(
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    end_dead_connections(socket)
     return socket
 
 

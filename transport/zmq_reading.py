@@ -18,6 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ec_p2p.curve import Security, secure_client
+from ec_p2p.dead_peers import end_dead_connections
 from ec_p2p.dialling import Line
 from ec_p2p.transport.interface import Span, State
 
@@ -50,9 +51,7 @@ def set_options(socket: zmq.Socket[bytes], hwm: int, max_frame: int) -> None:
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
+    end_dead_connections(socket)
 
 
 def receive(socket: zmq.Socket[bytes], most: int) -> list[zmq.Frame] | None:

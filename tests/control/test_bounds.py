@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import socket
+import struct
+import time
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -147,3 +152,32 @@ def test_replies_that_are_not_read_are_dropped_and_counted(loop: Loop) -> None:
         loop.until(unsent)
     announcer = loop.announcer(directory.endpoint, node(2))
     loop.until(lambda: announcer.connected)
+
+
+def be_flooded_and_left() -> None:
+    """A peer fills the directory's queue and breaks the connection before the directory reads."""
+    with Directory("tcp://127.0.0.1:0") as directory:
+        host, port = split_endpoint(directory.endpoint)
+        with socket.create_connection((host.removeprefix("tcp://"), int(port)), timeout=10.0) as flooding:
+            flooding.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0" + b"NULL".ljust(52, b"\0"))
+            flooding.recv(64, socket.MSG_WAITALL)
+            ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+            flooding.sendall(b"\x04" + bytes([len(ready)]) + ready)
+            flooding.settimeout(0.5)
+            with suppress(TimeoutError):
+                while True:
+                    flooding.sendall(b"\0\xffhello".ljust(257) * 1000)
+            flooding.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(2.0)  # A heartbeat of ZMQ's own, once a second, would end this process.
+        directory.start()
+        while not directory.stats()["bad_frames"]:
+            time.sleep(0.01)
+
+
+def test_a_peer_that_floods_and_leaves_does_not_end_the_process() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=be_flooded_and_left)
+    process.start()
+    process.join(60.0)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
