@@ -94,7 +94,6 @@ class Examiner:
 
     def _set_aside(self, identity: bytes, bad: os.stat_result, seen: State, damage: Damaged) -> None:
         logger.warning("entry %s on disk is damaged: %s", identity.hex(), damage)
-        self._tally.add("disk_damaged")
         try:
             self._aside.take(identity, bad)
         except OSError as error:
@@ -103,3 +102,4 @@ class Examiner:
             self._index.disown(identity, seen, bad.st_size)
         else:
             self._index.forget(identity, seen)
+        self._tally.add("disk_damaged")
