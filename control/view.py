@@ -62,6 +62,11 @@ class View:
         """At least one directory's copy is up to date."""
         return any(replica.fresh for replica in self.replicas)
 
+    @property
+    def counting(self) -> tuple[Replicates, ...]:
+        """The replicas that count: `lookup` and `nodes` say what these say."""
+        return self._counting
+
     def lookup(self, identity: bytes) -> list[tuple[NodeInfo, Advert]]:
         """Who holds the entry; of a node that two directories describe differently, the newest generation."""
         if len(self._counting) == 1:

@@ -44,13 +44,13 @@ class NodeRow(NamedTuple):
 
 def rows_of(view: View) -> list[NodeRow]:
     """Every node that is known, by name."""
-    fresh = [replica for replica in view.replicas if replica.fresh]
+    followed = view.fresh
     rows = []
     for info in view.nodes():
-        told = [(replica.held_by(info.incarnation), replica) for replica in fresh or view.replicas]
+        told = [(replica.held_by(info.incarnation), replica) for replica in view.counting]
         adverts, replica = max(told, key=lambda one: (len(one[0]), len(one[1].instances(info.incarnation))))
         doubted = "doubted" if replica.doubts(info.incarnation) else "up"
-        state = doubted if fresh else "stale"
+        state = doubted if followed else "stale"
         rows.append(NodeRow(info, state, replica.instances(info.incarnation), *_add_up(adverts)))
     return sorted(rows, key=lambda row: (row.info.name, row.info.address))
 
