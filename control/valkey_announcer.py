@@ -29,7 +29,7 @@ from ec_p2p.control.messages import (
     NodeInfo,
     Welcome,
 )
-from ec_p2p.control.valkey_server import Connection, Unreachable, parse
+from ec_p2p.control.valkey_server import Connection, Refuses, parse
 from ec_p2p.control.valkey_worker import ToLoop, ToThread, Worker
 
 _ON_THEIR_WAY = 2
@@ -134,8 +134,10 @@ class ValkeyAnnouncer:
             return self._heartbeat_s
         while (message := announcing.next_message(now)) is not None:
             if isinstance(message, Hello):
-                self._hellos += 1
-                self._sayings.replace(_Saying(self._hellos, message))
+                # One that is on its way is said again by the thread, as long as that takes.
+                if not any(isinstance(saying.message, Hello) for saying in self._sayings.unfinished()):
+                    self._hellos += 1
+                    self._sayings.replace(_Saying(self._hellos, message))
             elif not self._sayings.offer(_Saying(self._hellos, message)):
                 return self._heartbeat_s
             announcing.sent(message, now)
@@ -167,7 +169,10 @@ class ValkeyAnnouncer:
             self._session = os.urandom(8)
             epoch = connection.hello(self._node, self._session)
             if epoch is None:
-                raise Unreachable("it has lost its keys; is its maxmemory-policy noeviction?")
+                connection.look()
+                epoch = connection.hello(self._node, self._session)
+            if epoch is None:
+                raise Refuses("it loses what it was just told; is its maxmemory-policy noeviction?")
             return self._welcome(epoch)
         if isinstance(message, Announce):
             return None if connection.announce(message, self._session) else HelloAgain(self._epoch)

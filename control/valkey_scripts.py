@@ -125,21 +125,39 @@ return epoch
 """
 )
 
-# incarnation, session, seq, Changed, instances or '', number of withdrawn; those; then identity, advert, ... -> 1; nil
+# incarnation, session, seq, Changed, instances or '', identities withdrawn, identities stored, their adverts' lengths
+# (2 bytes each), their adverts -> 1; nil. Each of the last four all in a row: thousands of arguments cost more.
 ANNOUNCE = (
     _COMMON
     + r"""
 local incarnation, session, seq, changed, instances = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
-local node, first = node_of(incarnation), 7 + tonumber(ARGV[6])
+local withdrawn, stored, lengths, adverts = ARGV[6], ARGV[7], ARGV[8], ARGV[9]
+local node = node_of(incarnation)
 local known = redis.call('HMGET', node, 'session', 'seq')
 local at = tonumber(known[2])
 if not epoch or known[1] ~= session or not at or seq > at + 1 then return false end
 if seq <= at then return 1 end
-local function each(command, from, to)
-  for i = from, to, 2000 do redis.call(command, node, unpack(ARGV, i, math.min(i + 1999, to))) end
+
+local words = {}
+local function flush(command)
+  if #words > 0 then redis.call(command, node, unpack(words)) end
+  words = {}
 end
-each('HDEL', 7, first - 1)
-each('HSET', first, #ARGV)
+for i = 0, #withdrawn - 1, 32 do
+  words[#words + 1] = string.sub(withdrawn, i + 1, i + 32)
+  if #words >= 2000 then flush('HDEL') end
+end
+flush('HDEL')
+local from = 1
+for i = 0, #lengths / 2 - 1 do
+  local high, low = string.byte(lengths, 2 * i + 1, 2 * i + 2)
+  local to = from + 256 * high + low
+  words[#words + 1] = string.sub(stored, 32 * i + 1, 32 * i + 32)
+  words[#words + 1] = string.sub(adverts, from, to - 1)
+  if #words >= 2000 then flush('HSET') end
+  from = to
+end
+flush('HSET')
 if instances ~= '' then redis.call('HSET', node, 'instances', instances) end
 redis.call('HSET', node, 'seq', seq)
 publish(changed)

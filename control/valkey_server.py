@@ -175,7 +175,7 @@ class Connection:
         """False: the node must say hello again. May be repeated."""
         changed = Changed(message.incarnation, message.adverts, message.withdrawn, message.instances)
         instances = b"" if message.instances is None else msgspec.msgpack.encode(message.instances)
-        pairs = [part for advert in message.adverts for part in (advert.identity, encode(advert))]
+        adverts = [encode(advert) for advert in message.adverts]
         done = self._run_script(
             "ANNOUNCE",
             message.incarnation,
@@ -183,9 +183,10 @@ class Connection:
             message.seq,
             encode(changed),
             instances,
-            len(message.withdrawn),
-            *message.withdrawn,
-            *pairs,
+            b"".join(message.withdrawn),
+            b"".join([advert.identity for advert in message.adverts]),
+            struct.pack(f">{len(adverts)}H", *map(len, adverts)),
+            b"".join(adverts),
         )
         return done is not None
 

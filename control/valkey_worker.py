@@ -198,8 +198,9 @@ class Worker:
                 self.refused = str(error)
                 self._note(str(error), f"refuses: {error}")
             except Exception as error:
+                if repr(error) != self._trouble:
+                    log.exception("the thread for directory %s failed; going on", self._endpoint)
                 self._note(repr(error), "cannot be used: an error of this process")
-                log.exception("the thread for directory %s failed; going on", self._endpoint)
             # Not all at once, where a server comes back to a whole fleet.
             self._ending.wait(self._retry_s * random.uniform(0.5, 1.0))
             self._retry_s = min(2 * self._retry_s, _RETRY_LAST_S, self._node_timeout_s / 4)
