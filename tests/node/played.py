@@ -152,9 +152,9 @@ class Rig:
             Peers(self.wire),
             self.counters,
             2.0,
-            lambda entry, fetch: self.landed.append(entry),
-            lambda identity, reason: self.failed.append((identity, reason)),
-            lambda identity: identity not in self.unwanted,
+            self.on_landed,
+            self.on_failed,
+            self.still_wanted,
         )
         self.staging = Staging(
             self.storage,
@@ -162,11 +162,29 @@ class Rig:
             self.mailbox,
             self.counters,
             2.0,
-            lambda entry, started_at: self.heard.append(("staged", entry.identity)),
-            lambda identity, reason: self.heard.append((reason, identity)),
-            lambda identity: self.heard.append(("looked", identity)),
-            lambda identity: identity not in self.unwanted,
+            self.on_staged,
+            self.on_not_staged,
+            self.on_looked,
+            self.still_wanted,
         )
+
+    def on_landed(self, entry, fetch):
+        self.landed.append(entry)
+
+    def on_failed(self, identity, reason):
+        self.failed.append((identity, reason))
+
+    def on_staged(self, entry, started_at):
+        self.heard.append(("staged", entry.identity))
+
+    def on_not_staged(self, identity, reason):
+        self.heard.append((reason, identity))
+
+    def on_looked(self, identity):
+        self.heard.append(("looked", identity))
+
+    def still_wanted(self, identity):
+        return identity not in self.unwanted
 
     def start(self, *holders, identity=A, now=0.0, until=10.0):
         """Have an entry fetched, as far as that goes at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 
@@ -9,10 +10,13 @@ import pytest
 import zmq
 
 from ec_p2p.control.codec import decode, encode
-from ec_p2p.control.messages import MAX_STAGED, PROTOCOL_VERSION, FromPeer, StageAnswer, StageRequest
-from ec_p2p.node.messages import Landed, Missing, Pending, WantItem
+from ec_p2p.control.messages import MAX_STAGED, PROTOCOL_VERSION, EntryState, FromPeer, StageAnswer, StageRequest
+from ec_p2p.node.messages import Landed, Missing, NoWindow, OpenWindow, Pending, WantItem, Window
+from tests.control.harness import Loop
+from tests.engine.disks import Gate, Sick, os_error
 
 from .conftest import PATIENCE_S, until
+from .here import NodeHere
 
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 MIB = 1 << 20
@@ -71,6 +75,14 @@ def holder_of_nothing(answers):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "disk"
+
+
+@pytest.fixture
+def loop():
+    """For who looks at the directory."""
+    loop = Loop()
+    yield loop
+    loop.close()
 
 
 def test_what_the_arena_lost_comes_back_from_disk(zmq_fleet, folder):
@@ -161,6 +173,54 @@ def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fle
     assert (type(missing), missing.reason) == (Missing, "no_source")
 
 
+def test_a_shared_folder_is_looked_into_when_every_holder_has_failed(zmq_fleet, folder):
+    """A holder that is gone may have left the entry there, and nobody has told this node so."""
+    others = {"local_disk": str(folder), "node_timeout_s": 60.0}
+    reader = zmq_fleet.client(zmq_fleet.node("b", **others))
+    until(lambda: reader.inspect().gauges["disk_entries"] == 0, "the scan of the empty folder")
+    first = zmq_fleet.node("a", **others, embedded_directory=False)
+    writer = zmq_fleet.client(first)
+    writer.store(A, payload(1))
+    written(writer)
+    writer.store(B, payload(2))
+    reader.has_landed(B)
+    first.kill()
+    answer = the_only(reader.want(A, wait_s=PATIENCE_S))
+    assert (answer.source, reader.bytes_of(answer)) == ("disk", payload(1))
+    assert sum(count for name, count in reader.inspect().counters.items() if name.startswith("fetches{")) >= 2
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+def test_what_leaves_the_arena_is_advertised_although_the_disk_cannot_be_read_now(
+    zmq_fleet, loop, folder, monkeypatch, trouble
+):
+    """The file is there all the same, and nothing would tell the fleet of it again once the disk is well."""
+    gate = Gate("open", A.hex())
+    sick = []
+
+    def before(name, args):
+        if trouble == "hangs":
+            sick and gate(name, args)
+        elif sick and (name, A.hex() in str(args[0])) == ("open", True):
+            raise os_error(errno.EIO)
+
+    monkeypatch.setattr("ec_p2p.engine.disk.Files", lambda: Sick(before))
+    config = zmq_fleet.config("a", local_disk=str(folder), **SMALL_ARENA)
+    with NodeHere(config):
+        client = zmq_fleet.client(config)
+        leave_on_disk_only(client)
+        client.store(B, payload(2))
+        written(client, 6)
+        replica = loop.replica(config.directories[0])
+        loop.until(lambda: len(replica.lookup(B)) == 1, "the advert")
+        sick.append(True)
+        assert isinstance(the_only(client.want(A, wait_s=PATIENCE_S)), Missing)
+        evict(client, B)
+        loop.until(lambda: [found.state for _, found in replica.lookup(B)] == [EntryState.DISK], "the other advert")
+        assert [found.state for _, found in replica.lookup(A)] == [EntryState.DISK]
+        gate.opened.set()
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete"])
 def test_a_harmed_file_is_a_miss_and_the_fleet_is_told(zmq_fleet, folder, harm):
     (_, holder), (_, reader) = zmq_fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
@@ -210,3 +270,33 @@ def test_stage_requests_of_strangers(zmq_fleet, folder):
         until(lambda: counted(client, "bad_frames{socket=peer}") == 1, "the frame to be counted")
         peer.send(encode(StageRequest(PROTOCOL_VERSION, [A])))
         assert decode(peer.recv(), FromPeer).advert is not None
+
+
+def test_a_peer_that_waits_for_the_disk_is_told_when_the_entry_comes_another_way(zmq_fleet, folder):
+    """There is no memory to read it into; meanwhile an instance of this host stores it."""
+    node = zmq_fleet.node("a", local_disk=str(folder), read_timeout_s=2 * PATIENCE_S, **SMALL_ARENA)
+    client = zmq_fleet.client(node)
+    leave_on_disk_only(client)
+    window = client.window(MIB)
+    take_what_is_left(client)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.rcvtimeo = int(PATIENCE_S * 1000)
+        peer.connect(client.inspect().node["address"])
+        peer.send(encode(StageRequest(PROTOCOL_VERSION, [A])))
+        until(lambda: client.inspect().gauges["stagings_in_flight"] == 1, "the request")
+        client.store(A, payload(1), window=window)
+        answer = decode(peer.recv(), FromPeer)
+        assert (answer.identity, answer.advert.state, answer.advert.offset) == (A, EntryState.RESIDENT, window.offset)
+    assert counted(client, "disk_reads{outcome=hit}") == 0
+    until(lambda: client.inspect().gauges["stagings_in_flight"] == 0, "the staging to be dropped")
+
+
+def take_what_is_left(client):
+    """Have everything in windows that is not reserved."""
+    for nbytes in (MIB, 64 << 10, 4 << 10):
+        got = Window
+        while got is Window:
+            request = client.node.next_id()
+            client.node.send(OpenWindow(request, nbytes))
+            got = type(client.expect((Window, NoWindow), lambda m, r=request: m.request == r))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import zmq
 from ec_p2p.control.codec import decode, encode
 from ec_p2p.control.messages import Card, CardRequest, FromPeer, Refused
 from ec_p2p.node.address import attach_address
+from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import (
     Attach,
     Attached,
@@ -27,6 +29,8 @@ from ec_p2p.node.messages import (
     OpenWindow,
     Release,
 )
+
+from .conftest import PATIENCE_S, until
 
 A = b"\x01" * 32
 JUNK = [
@@ -45,6 +49,29 @@ def works(client):
     [answer] = client.want(A)
     client.release(answer)
     return isinstance(answer, Landed)
+
+
+def next_descriptor(node):
+    """The number that the next file would get which the node opens."""
+    taken = {int(name) for name in os.listdir(f"/proc/{node.process.pid}/fd")}
+    return min(set(range(len(taken) + 1)) - taken)
+
+
+def test_a_node_without_descriptors_lets_nobody_in_until_it_has_some_again(zmq_fleet):
+    """And does not turn in circles meanwhile: each attempt is counted, and there is one a tick."""
+    node = zmq_fleet.node("a")
+    client = zmq_fleet.client(node)
+    limit = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (next_descriptor(node), limit[1]))
+    newcomer = NodeClient(node.config, "tool", "newcomer")
+    try:
+        assert not newcomer.attach()
+        until(lambda: client.inspect().counters.get("errors", 0) >= 2, "two attempts")
+        assert works(client)
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, limit)
+        assert newcomer.attach(PATIENCE_S)
+    finally:
+        newcomer.close()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ec_p2p.node.messages import CloseWindow, Commit, Landed, Missing, Pending, WantItem
+from ec_p2p.node.messages import CloseWindow, Commit, Landed, Missing, Pending, SaveSkipped, WantItem
 
 from .conftest import until
 
@@ -103,6 +103,36 @@ def test_an_encode_that_never_happens_is_not_waited_for_beyond_the_deadline(zmq_
     assert answer.reason == "deadline"
     [answer] = client.want(A, wait_s=0.3)  # nobody waits for itself
     assert answer.reason == "no_source"
+
+
+def waits_for_an_encode(zmq_fleet):
+    """A worker and its scheduler, which has announced A; somebody of another instance who waits for that, its want."""
+    ((node, _),) = zmq_fleet.connected("a")
+    scheduler = zmq_fleet.client(node, kind="scheduler", instance="x")
+    worker = zmq_fleet.client(node, kind="worker", instance="x", rank=0)
+    scheduler.node.encoding([A])
+    scheduler.sync()
+    other = zmq_fleet.client(node, instance="y")
+    want = other.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    assert other.expect(Pending).why == "encoding"
+    return worker, scheduler, other, want
+
+
+def test_an_encode_whose_commit_is_refused_is_not_waited_for(zmq_fleet):
+    worker, scheduler, other, want = waits_for_an_encode(zmq_fleet)
+    window = worker.window(4096)
+    worker.node.send(Commit(window.window, A, window.offset, 4096, 7, 64, "bfloat16"))
+    assert scheduler.expect(SaveSkipped) == SaveSkipped("error", A)
+    answer = other.expect(Missing)
+    assert (answer.want, answer.reason) == (want, "no_source")
+
+
+def test_only_who_encodes_can_say_that_nothing_comes_of_it(zmq_fleet):
+    worker, _, other, want = waits_for_an_encode(zmq_fleet)
+    other.node.send(SaveSkipped("error", A))
+    other.sync()
+    worker.store(A, b"x" * 128)
+    assert other.expect((Landed, Missing), lambda m: m.want == want).nbytes == 128
 
 
 def test_rows_that_do_not_match_are_not_a_hit(zmq_fleet):

@@ -190,6 +190,7 @@ def test_what_nobody_wants_any_more_is_not_read(rig, waits_for):
         rig.begun(2)
     rig.unwanted.add(A)
     rig.memory.release(held)
+    rig.memory.progress(11.0)  # before any look at who is wanted
     rig.disk.let()
     rig.until(lambda: A not in rig.staging and not len(rig.staging))
     assert A not in rig.disk.begun
@@ -209,3 +210,11 @@ def test_a_disk_that_became_unwell_costs_nobody_an_entry(rig):
     rig.until(lambda: len(rig.heard) == 3)
     assert sorted(rig.heard) == [("staged", A), ("staged", B), ("unreadable", C)]
     assert all(rig.backend.peek(identity) for identity in (A, B, E))
+
+
+def test_what_nobody_wants_any_more_waits_for_no_memory(rig):
+    rig.everything()
+    rig.bring(A)
+    rig.unwanted.add(A)
+    rig.turn(11.0)
+    assert (len(rig.staging), len(rig.memory), rig.heard) == (0, 0, [])

@@ -1,0 +1,203 @@
+"""Wants whose sources fail, one after the other: each item is answered, once, and by the last way that there is.
+
+The arena, the leases, the fetches and the stagings are real; what is played is the other end of the wire, and the disk.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ec_p2p.node.leases import Leases
+from ec_p2p.node.messages import Landed, Missing, Pending, Want, WantItem
+from ec_p2p.node.peers import PeerState
+from ec_p2p.node.wants import Wants
+from ec_p2p.transport.interface import State
+
+from .played import A, B, Rig, advert, holder
+
+
+class Answering(Rig):
+    """A rig whose fetches and stagings are for the wants of clients."""
+
+    def __init__(self):
+        super().__init__()
+        self.disk.there = False
+        self.holders_of = {}
+        self.encoding = set()
+        self.said = []
+        self.wants = Wants(
+            self.backend,
+            self.staging,
+            self.fetches,
+            Leases(),
+            self,
+            self.counters,
+            lambda entry: None,
+            lambda session, message: self.said.append((session.sid, message)),
+            lambda session, readers: True,
+        )
+        self.now = 0.0
+
+    # what is known of the fleet
+
+    def holders(self, identity):
+        return self.holders_of.get(identity, [])
+
+    def encoded_here(self, identity, instance):
+        return identity in self.encoding
+
+    def encoded_elsewhere(self, identity):
+        return False
+
+    # what the node's service passes on
+
+    def on_landed(self, entry, fetch):
+        self.wants.landed(entry, "remote", fetch.started_at)
+
+    def on_failed(self, identity, reason):
+        self.wants.failed(identity, reason, self.now)
+
+    def on_staged(self, entry, started_at):
+        self.wants.landed(entry, "disk", started_at)
+
+    def on_not_staged(self, identity, reason):
+        self.wants.not_staged(identity, reason, self.now)
+
+    def on_looked(self, identity):
+        self.wants.changed(identity, self.now)
+
+    def still_wanted(self, identity):
+        return self.wants.wanted(identity)
+
+    # clients
+
+    def want(self, *identities, sid=1, want=1, expect_ms=0):
+        session = SimpleNamespace(sid=sid, attach=SimpleNamespace(instance=f"i{sid}", kind="tool"))
+        items = [WantItem(identity, 0) for identity in identities]
+        self.wants.start(session, Want(want, items, 0, 60_000, expect_ms, False), self.now)
+
+    def answers(self):
+        return [(sid, message) for sid, message in self.said if not isinstance(message, Pending)]
+
+    def until_answered(self, count=1):
+        self.until(lambda: len(self.answers()) >= count, now=self.now)
+        answers = self.answers()
+        assert len(answers) == count
+        return answers
+
+
+@pytest.fixture
+def rig():
+    rig = Answering()
+    yield rig
+    rig.close()
+
+
+def fetches_failed(rig, node="node1"):
+    return sum(rig.counters.get("fetches", outcome=why, peer=node) for why in ("disconnected", "unusable"))
+
+
+def test_after_the_last_failed_fetch_the_folder_is_looked_into(rig):
+    """A holder that is gone may have written it there."""
+    rig.wire.state = State.FAILED
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.want(A)
+    rig.until(lambda: rig.disk.begun == [A], now=0.0)
+    assert fetches_failed(rig) == 2
+    assert rig.answers() == []
+    rig.disk.there = True
+    rig.disk.let()
+    [(_, answer)] = rig.until_answered()
+    assert (type(answer), answer.source) == (Landed, "disk")
+    assert rig.disk.begun == [A, A]  # a look, and a read
+
+
+def test_what_is_not_in_the_folder_either_has_failed(rig):
+    rig.wire.state = State.FAILED
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.encoding.add(A)  # which is worth no waiting when what comes of it cannot be fetched
+    rig.disk.let()
+    rig.want(A)
+    [(_, answer)] = rig.until_answered()
+    assert (type(answer), answer.reason) == (Missing, "failed")
+    assert (fetches_failed(rig), rig.disk.begun) == (2, [A])
+
+
+def test_the_folder_is_looked_into_again_after_what_came_of_waiting_could_not_be_fetched(rig):
+    rig.wire.state = State.FAILED
+    rig.encoding.add(A)
+    rig.disk.let()
+    rig.want(A)
+    rig.until(lambda: rig.disk.begun == [A] and not rig.staging.looking(A), now=0.0)
+    assert rig.answers() == []
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.wants.changed(A, rig.now)
+    [(_, answer)] = rig.until_answered()
+    assert (answer.reason, rig.disk.begun) == ("failed", [A, A])
+
+
+def test_a_disk_that_hangs_is_not_waited_for_after_the_last_failed_fetch(rig):
+    rig.staging.look(B)
+    rig.turn(0.0)
+    rig.turn(2.0)
+    assert not rig.staging.can_look
+    rig.wire.state = State.FAILED
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.want(A)
+    [(_, answer)] = rig.until_answered()
+    assert answer.reason == "failed"
+
+
+@pytest.mark.parametrize("ends", ["lands", "fails"])
+def test_very_many_who_wait_for_one_entry_are_each_answered_once(rig, ends):
+    """More than there are frames on the stack: nobody's answer may be given from within another's."""
+    count = 2000
+    rig.disk.let()
+    rig.wire.peer_state = None
+    info, what = holder(1, advert())
+    rig.holders_of[A] = [(info, what)]
+    for sid in range(count):
+        rig.want(A, sid=sid)
+    rig.turn(0.0)
+    assert rig.answers() == []
+    rig.wire.peer_state = PeerState.READY if ends == "lands" else PeerState.UNUSABLE
+    rig.fetches.peer_ready(SimpleNamespace(info=info), 0.0)
+    answers = rig.until_answered(count)
+    assert sorted(sid for sid, _ in answers) == list(range(count))
+    assert {type(answer) for _, answer in answers} == {Landed if ends == "lands" else Missing}
+    assert len({answer.lease for _, answer in answers if ends == "lands"}) == (count if ends == "lands" else 0)
+    assert len(rig.wants) == 0
+
+
+def test_who_waits_for_memory_to_read_from_disk_is_served_by_what_comes_another_way(rig):
+    rig.disk.there = True
+    everything = rig.everything()
+    rig.want(A)
+    rig.turn(1.0)
+    assert (A in rig.staging, len(rig.memory)) == (True, 1)
+    piece = rig.backend.carve(everything, 0, 4096)
+    entry = rig.memory.publish(piece, A, 4096, 1, 2048, "bfloat16")
+    rig.wants.changed(A, rig.now)
+    [(_, answer)] = rig.until_answered()
+    assert (type(answer), answer.offset) == (Landed, entry.offset)
+    rig.memory.release(everything)
+    rig.turn(1.0)
+    assert (len(rig.staging), len(rig.memory), rig.disk.begun) == (0, 0, [])
+
+
+def test_an_id_that_is_used_twice_is_not_answered_for_what_it_was_before(rig):
+    rig.encoding |= {A, B}
+    rig.disk.let()
+    rig.want(A, want=7)
+    rig.want(B, want=7)
+    extent = rig.memory.reserve(256)
+    rig.memory.publish(extent, A, 256, 1, 128, "bfloat16")
+    rig.wants.landed(rig.backend.peek(A), "remote", 0.0)
+    rig.wants.changed(A, rig.now)
+    assert rig.answers() == []
+    rig.memory.publish(rig.memory.reserve(128), B, 128, 1, 64, "bfloat16")
+    rig.wants.changed(B, rig.now)
+    [(_, answer)] = rig.until_answered()
+    assert answer.nbytes == 128
