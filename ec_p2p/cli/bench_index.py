@@ -24,7 +24,8 @@ class _Stored(msgspec.Struct, array_like=True, gc=False):
 
 
 def index_bytes_per_key(count: int, policy: str = "LRU") -> float:
-    """Bytes of Python objects per entry of a tier that holds `count` entries of one page each, identities included.
+    """Bytes of Python objects per entry of a tier that holds `count` entries of one page each, identities included;
+    every other one was used since it was stored.
 
     The arena is left out, and is sparse: its record tables are all that is touched (64 bytes per entry).
     """
@@ -40,6 +41,8 @@ def index_bytes_per_key(count: int, policy: str = "LRU") -> float:
                 message = decode(encode(_Stored(number.to_bytes(32, "big"), rows, PAGE // rows, "uint8")))
                 nbytes = message.rows * message.dim
                 cpu.publish(cpu.reserve(nbytes), message.identity, nbytes, message.rows, message.dim, message.dtype)
+                if number % 2:
+                    cpu.get(message.identity)
             del message
             gc.collect()
             after, _ = tracemalloc.get_traced_memory()

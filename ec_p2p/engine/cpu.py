@@ -99,7 +99,7 @@ class LocalCPUBackend:
         with self._lock:
             entry = self._index.get(identity)
             if entry is not None:
-                self._policy.touched(identity)
+                self._policy.touched(identity, entry.extent_bytes)
             return entry
 
     def peek(self, identity: bytes) -> Entry | None:
@@ -205,7 +205,7 @@ class LocalCPUBackend:
             old = self._index.get(identity)
             if old is not None:
                 self._extents.free_entry(offset, size, slot)
-                self._policy.touched(identity)
+                self._policy.touched(identity, old.extent_bytes)
                 return old
             generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
             entry = Entry(identity, layout, extent.slab, offset, slot, generation)
@@ -282,7 +282,7 @@ class LocalCPUBackend:
         self._table.invalidate(entry.record_offset)
         identity = entry.identity
         del self._index[identity], self._by_offset[entry.offset]
-        self._policy.removed(identity)
+        self._policy.removed(identity, entry.extent_bytes)
 
     def _free(self, entry: Entry) -> None:
         self._used -= entry.extent_bytes

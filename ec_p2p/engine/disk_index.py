@@ -115,8 +115,9 @@ class DiskIndex:
 
     def touched(self, identity: bytes) -> None:
         with self._lock:
-            if self.state(identity) is not None:
-                self._policy.touched(identity)
+            state = self.state(identity)
+            if state is not None:
+                self._policy.touched(identity, file_bytes_of(state))
 
     def set_aside(self, nbytes: int) -> None:
         """How many bytes the damaged files take that are kept."""
@@ -168,7 +169,7 @@ class DiskIndex:
         with self._lock:
             self._reserved_bytes -= nbytes
             if filed is not None and not self._become(filed.identity, filed):
-                self._policy.touched(filed.identity)  # it had a place in the order already
+                self._policy.touched(filed.identity, filed.file_bytes)  # it had a place in the order already
 
     def excess(self, at_most: int) -> list[bytes]:
         """Files to remove because there are more bytes than there may be, as by `reserve`; not all of them at once."""
@@ -233,7 +234,7 @@ class DiskIndex:
         self._files_bytes += after - before
         self._entries += isinstance(new, Filed) - isinstance(old, Filed)
         if old is not None and (new is None or before != after):
-            self._policy.removed(identity)
+            self._policy.removed(identity, before)
         ranked = new is not None and (old is None or before != after)
         if new is None:
             del shard[identity]

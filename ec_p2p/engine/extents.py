@@ -210,6 +210,8 @@ class Extents:
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 
     def _take(self, size: int) -> Extent | None:
+        if not any(self._free_slots):
+            return None  # with many small entries there are many free ranges, and not one that can be used
         for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):
             width, start = self._by_size[index]
             slab = self.slab_of(start)

@@ -7,32 +7,30 @@ up, and takes turns in calling (its lock).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
 from typing import Protocol
 
 from ec_p2p.engine.gdsf import GDSF
-
-_FEW, _MANY = 16, 1024
-"""With fewer than the one at hand, LRU looks up the other number of its oldest entries."""
+from ec_p2p.engine.line import Line
 
 
 class EvictionPolicy(Protocol):
-    """An order over the entries of one tier, kept up to date by the tier's calls."""
+    """An order over the entries of one tier, kept up to date by the tier's calls: of each entry they say the same
+    `nbytes` every time, so that no policy need remember them."""
 
     def added(self, identity: bytes, nbytes: int) -> None:
-        """A new entry of `nbytes`."""
+        """A new entry."""
         ...
 
     def restored(self, identity: bytes, nbytes: int) -> None:
         """An entry of an earlier life, not used in this one: of less worth than all that is known already."""
         ...
 
-    def touched(self, identity: bytes) -> None:
-        """The entry was used."""
+    def touched(self, identity: bytes, nbytes: int) -> None:
+        """The entry was used. KeyError if it is not known."""
         ...
 
-    def removed(self, identity: bytes) -> None:
-        """The entry is gone."""
+    def removed(self, identity: bytes, nbytes: int) -> None:
+        """The entry is gone. KeyError if it is not known."""
         ...
 
     def victims(self) -> Iterator[bytes]:
@@ -49,46 +47,26 @@ def make_policy(word: str) -> EvictionPolicy:
 
 
 class LRU:
-    """Least recently used first.
-
-    Plain dicts keep the order: an OrderedDict takes twice the memory, and the garbage collector walks through all of
-    it. But a dict finds its first key by walking over every slot that was emptied in front of it, so the oldest keys
-    are looked up many at a time.
-    """
+    """Least recently used first."""
 
     def __init__(self) -> None:
-        self._used: dict[bytes, None] = {}
-        """Oldest first."""
-        self._restored: dict[bytes, None] = {}
-        """Older than those, and oldest last."""
-        self._oldest: dict[bytes, None] = {}
-        """The first victims of all, in order; empty when unknown."""
+        self._line = Line[None]()
 
     def added(self, identity: bytes, nbytes: int) -> None:
-        self._used[identity] = None
+        self._line.join(identity, None)
 
     def restored(self, identity: bytes, nbytes: int) -> None:
-        self._restored[identity] = None
-        self._oldest.clear()
+        self._line.join_in_front(identity, None)
 
-    def touched(self, identity: bytes) -> None:
-        self.removed(identity)
-        self._used[identity] = None
+    def touched(self, identity: bytes, nbytes: int) -> None:
+        self._line.leave(identity)
+        self._line.join(identity, None)
 
-    def removed(self, identity: bytes) -> None:
-        self._oldest.pop(identity, None)
-        del (self._used if identity in self._used else self._restored)[identity]
+    def removed(self, identity: bytes, nbytes: int) -> None:
+        self._line.leave(identity)
 
     def victims(self) -> Iterator[bytes]:
-        if len(self._oldest) < _FEW:
-            self._oldest = dict.fromkeys(islice(self._from_the_oldest(), _MANY))
-        yield from self._oldest
-        for identity in self._from_the_oldest():
-            if identity not in self._oldest:
-                yield identity
-
-    def _from_the_oldest(self) -> Iterator[bytes]:
-        return chain(reversed(self._restored), self._used)
+        return iter(self._line)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}

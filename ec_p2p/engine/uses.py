@@ -33,9 +33,9 @@ class Uses:
         """One more use of these 32 bytes; returns how many there are."""
         counters, mask = self._counters, len(self._counters) - 1
         one, two, three, four = _PLACES.unpack(identity)
-        places = one & mask, two & mask, three & mask, four & mask
-        uses: int = min(min(counters[place] for place in places) + 1, _MOST)
-        for place in places:
+        one, two, three, four = one & mask, two & mask, three & mask, four & mask
+        uses: int = min(counters[one], counters[two], counters[three], counters[four], _MOST - 1) + 1
+        for place in (one, two, three, four):
             if counters[place] < uses:
                 counters[place] = uses
         self._since_halving += 1

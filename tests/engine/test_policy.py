@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec_p2p.engine import policy as policies
+from ec_p2p.engine import line
 from ec_p2p.engine.gdsf import GDSF
 from ec_p2p.engine.policy import LRU, EvictionPolicy, make_policy
 
@@ -27,12 +27,12 @@ def test_lru_gives_up_the_least_recently_used_first() -> None:
     policy: EvictionPolicy = LRU()
     for identity in (b"a", b"b", b"c"):
         policy.added(identity, 1)
-    policy.touched(b"a")
-    policy.removed(b"b")
+    policy.touched(b"a", 1)
+    policy.removed(b"b", 1)
     policy.restored(b"d", 1)
     policy.restored(b"e", 1)
     assert list(policy.victims()) == [b"e", b"d", b"c", b"a"]
-    policy.touched(b"d")
+    policy.touched(b"d", 1)
     assert list(policy.victims()) == [b"e", b"c", b"a", b"d"]
 
 
@@ -40,7 +40,7 @@ def test_lru_refuses_to_forget_what_it_does_not_know() -> None:
     policy = LRU()
     for call in (policy.removed, policy.touched):
         with pytest.raises(KeyError):
-            call(b"a")
+            call(b"a", 1)
 
 
 @settings(deadline=None, max_examples=300)
@@ -48,7 +48,7 @@ def test_lru_refuses_to_forget_what_it_does_not_know() -> None:
 def test_lru_agrees_with_a_list(calls: list[tuple[str, int]]) -> None:
     """Looked up a few at a time, so that a short list of calls gets past every look-up."""
     policy, order = LRU(), list[bytes]()
-    with mock.patch.multiple(policies, _FEW=2, _MANY=4):
+    with mock.patch.multiple(line, _FEW=2, _MANY=4):
         for call, number in calls:
             identity = bytes([number])
             known = identity in order
@@ -59,11 +59,11 @@ def test_lru_agrees_with_a_list(calls: list[tuple[str, int]]) -> None:
                 policy.restored(identity, 1)
                 order.insert(0, identity)
             elif call == "t" and known:
-                policy.touched(identity)
+                policy.touched(identity, 1)
                 order.remove(identity)
                 order.append(identity)
             elif call == "r" and known:
-                policy.removed(identity)
+                policy.removed(identity, 1)
                 order.remove(identity)
             elif call == "v":
                 assert list(islice(policy.victims(), number)) == order[:number]
