@@ -3,14 +3,16 @@
 Owns the names of the keys and every rule by which they change. Each change is one script, so that a node's entries and
 the log of changes are never seen apart, and so that what came too late changes nothing. Pure text: nothing here talks.
 
-    <prefix>:about     hash: version, epoch, run (the server's life in which the epoch began), seq (number of the last
+    {prefix}:about     hash: version, epoch, run (the server's life in which the epoch began), seq (number of the last
                        change), bytes (length of the log, with all that was cut off), checked (ms: last look at leases)
-    <prefix>:leases    sorted set: incarnation -> ms, by the server's clock, at which its lease ends
-    <prefix>:places    hash: place (name and address) -> incarnation of the node that is there
-    <prefix>:n:<inc>   hash, one per incarnation: session, seq, place, info (NodeInfo), instances, and under each
+    {prefix}:leases    sorted set: incarnation -> ms, by the server's clock, at which its lease ends
+    {prefix}:places    hash: place (name and address) -> incarnation of the node that is there
+    {prefix}:n:<inc>   hash, one per incarnation: session, seq, place, info (NodeInfo), instances, and under each
                        identity its advert
-    <prefix>:events    stream: the log of changes. Each entry has the epoch and one event (NodeUp, NodeDown, Changed).
+    {prefix}:events    stream: the log of changes. Each entry has the epoch and one event (NodeUp, NodeDown, Changed).
                        Its id is <bytes>-<seq>: so the log is cut by its length, and a gap shows
+
+The braces are part of the keys: in a cluster, they keep all of a fleet's on one server.
 
 | what happens | what a script does |
 |---|---|

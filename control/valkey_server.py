@@ -45,6 +45,16 @@ class Unreachable(Exception):
     """No answer, or none that means anything. What was asked may have been done all the same."""
 
 
+class Moved(Unreachable):
+    """It is one of a cluster, and another one has the fleet's keys."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"the keys are said to be at {host}:{port}")
+        self.host = host
+        """Empty: the same."""
+        self.port = port
+
+
 class Refuses(Exception):
     """The server answers, and will not do what is asked."""
 
@@ -134,9 +144,9 @@ class Connection:
 
     def __init__(self, client: Any, prefix: str, node_timeout_s: float) -> None:
         self._client = client
-        self._prefix = prefix
+        self._prefix = f"{{{prefix}}}"
         self._timeout_ms = max(1, round(node_timeout_s * 1000))
-        self._keys = (f"{prefix}:about",)
+        self._keys = (f"{self._prefix}:about",)
         self._scripts = {
             name: client.register_script(getattr(valkey_scripts, name))
             for name in ("LOOK", "HELLO", "ANNOUNCE", "HEARTBEAT", "GOODBYE", "PAGE")
@@ -276,6 +286,8 @@ class Connection:
             raise Refuses(f"it is full, see its maxmemory: {_said(error)}") from None
         except errors.ReadOnlyError as error:
             raise Refuses(f"it is a read-only replica, give the primary's address: {_said(error)}") from None
+        except errors.MovedError as error:
+            raise Moved(str(error.host), int(error.port)) from None
         except errors.BusyLoadingError as error:
             raise Unreachable(f"it is loading its data: {_said(error)}") from None
         except (errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, OSError) as error:
@@ -285,7 +297,7 @@ class Connection:
             if "UNBLOCKED" in reason:
                 raise Unreachable(reason) from None
             if "WRONGTYPE" in reason:
-                reason = f"somebody else's data is under the prefix {self._prefix!r}, choose another one: {reason}"
+                reason = f"somebody else's data is under the prefix {self._prefix}, choose another one: {reason}"
             raise Refuses(reason) from None
 
 

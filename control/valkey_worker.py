@@ -3,12 +3,16 @@
 Owns the thread, its one connection, and what passes between it and the loop. The loop must never wait for the thread,
 but a bounded time in `close`; the thread must never touch what the loop owns.
 
-    stopped? ends. Else: connect --works--> serve --Unreachable, Refuses--> wait, longer each time, and connect again
-                                 --fails--> wait, longer each time, and connect again
+    connect --works--> serve --Unreachable, Refuses--> wait, longer each time, and connect again
+            --fails--------------------------------> wait, longer each time, and connect again
+            --Moved--> connect to where the keys are said to be; after any other trouble, to the endpoint again
+
+Before each of them the thread may be told to end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -17,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ec_p2p.control.valkey_server import Connection, Refuses, Server, Unreachable
+from ec_p2p.control.valkey_server import Connection, Moved, Refuses, Server, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +192,16 @@ class Worker:
     def _run(self) -> None:
         # A call may take long on a busy server, and must not take a lease's time.
         call_s = min(_LONGEST_CALL_S, self._node_timeout_s / 2)
+        server = self._server
         while not self.ending:
             try:
-                with self._server.connect(call_s, self._node_timeout_s) as connection:
+                with server.connect(call_s, self._node_timeout_s) as connection:
                     self._serve(connection, self._answers)
+            except Moved as moved:
+                if server is self._server:
+                    server = dataclasses.replace(server, host=moved.host or server.host, port=moved.port)
+                    continue
+                self._note("unreachable", f"cannot be reached: it sends us on and on: {moved}")
             except Unreachable as error:
                 self._note("unreachable", f"cannot be reached: {error}")
             except Refuses as error:
@@ -201,6 +211,7 @@ class Worker:
                 if repr(error) != self._trouble:
                     log.exception("the thread for directory %s failed; going on", self._endpoint)
                 self._note(repr(error), "cannot be used: an error of this process")
+            server = self._server
             # Not all at once, where a server comes back to a whole fleet.
             self._ending.wait(self._retry_s * random.uniform(0.5, 1.0))
             self._retry_s = min(2 * self._retry_s, _RETRY_LAST_S, self._node_timeout_s / 4)

@@ -24,7 +24,7 @@ _ZMQ = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
 _FILE = r"(?:password_file|ssl_ca_certs|ssl_certfile|ssl_keyfile)=/[^&,\s]*"
 _VALKEY = re.compile(
     r"(?P<scheme>valkeys?|rediss?)://(?:[^/?#@,\s]*@)?[^/?#@,\s]+:(\d{1,5})"
-    rf"(?:/[\w.{{}}-]{{0,64}})?(?:\?(?P<files>{_FILE}(?:&{_FILE})*))?"
+    rf"(?:/[\w.-]{{0,64}})?(?:\?(?P<files>{_FILE}(?:&{_FILE})*))?"
 )
 _USER = re.compile(r"://\S*@")
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")

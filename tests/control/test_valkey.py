@@ -318,7 +318,7 @@ def test_fleets_with_other_prefixes_do_not_see_each_other(loop: Loop, server: Va
     [
         ("valkey://h:1", ("h", 1, "ec-p2p", False, None, None)),
         ("redis://h:1/", ("h", 1, "ec-p2p", False, None, None)),
-        ("rediss://h:1/a.b-{c}", ("h", 1, "a.b-{c}", True, None, None)),
+        ("rediss://h:1/a.b-c", ("h", 1, "a.b-c", True, None, None)),
         ("valkeys://me:p%40ss%2C@[::1]:6379/7", ("::1", 6379, "7", True, "me", "p@ss,")),
         ("valkey://:secret@10.0.0.1:6379/x", ("10.0.0.1", 6379, "x", False, None, "secret")),
     ],
@@ -344,6 +344,7 @@ def test_what_an_endpoint_means(endpoint: str, expected: tuple[object, ...]) -> 
         "valkey://h:0",
         "valkey://h:1/a/b",
         "valkey://h:1/a:b",
+        "valkey://h:1/{a}",
         "valkey://h:1/a?db=2",
         "http://h:1",
         "valkey://h:1/a?ssl_ca_certs=/ca.pem",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.control.harness import PATIENCE_S, Loop, advert, node
-from tests.control.valkey_process import ValkeyProcess, needs_server
+from tests.control.valkey_process import ValkeyProcess, free_port, needs_server
 
 pytestmark = needs_server
 
@@ -132,7 +132,7 @@ def test_a_frozen_server_costs_nobody_anything_but_news(
             announcers[0].store(advert(number, generation=round_))
         loop.turn(0)
     loop.until(lambda: not any(announcer.connected for announcer in announcers) and not replica.fresh)
-    assert announcers[0].pending <= 2_001, "one change per identity"
+    assert announcers[0].pending <= 2_001 + 2 * 1024, "one change per identity, and two batches on their way"
     assert len(replica.lookup(ONE)) == 2
     announcers[0].withdraw(ONE)
     server.thaw()
@@ -249,7 +249,7 @@ def refusing(kind: str, server: ValkeyProcess, client: Any) -> str:
         client.acl_setuser("default", enabled=True, nopass=True, keys=["other:*"], categories=["+@all"], reset=True)
         return "this user may not do what is needed"
     client.set(server.key("about"), "a stranger's")
-    return "somebody else's data is under the prefix 'fleet-1', choose another one"
+    return "somebody else's data is under the prefix {fleet-1}, choose another one"
 
 
 @pytest.mark.parametrize("kind", ["read-only", "password", "user", "strangers"])
@@ -284,6 +284,43 @@ def test_an_old_server_is_refused_by_its_version(
     monkeypatch.setattr("ec_p2p.control.valkey_server._OLDEST", (99, 0))
     announcer = loop.announcer(server.endpoint, node(1))
     loop.until(lambda: "accepted: Valkey, or Redis from 6.2 on" in announcer.refused)
+
+
+def test_a_user_needs_these_rights_and_no_others(loop: Loop, server: ValkeyProcess) -> None:
+    """As docs/operations.md has them."""
+    with server.client() as client:
+        rights = "-@all +@read +@write +@scripting +info +time"
+        client.execute_command(f"ACL SETUSER fleet reset on >pw ~{{fleet-1}}:* {rights}")
+        endpoint = server.endpoint.replace("://", "://fleet:pw@")
+        announcer, replica = loop.announcer(endpoint, node(1)), loop.replica(endpoint)
+        announcer.store(advert(1))
+        loop.until(lambda: announcer.connected and replica.fresh and replica.lookup(ONE))
+        announcer.withdraw(ONE)
+        loop.until(lambda: not replica.lookup(ONE))
+        announcer.goodbye()
+        loop.until(lambda: not replica.nodes())
+        assert client.execute_command("ACL LOG") == []
+
+
+def test_in_a_cluster_the_keys_are_looked_for_where_they_are(loop: Loop) -> None:
+    servers = [
+        ValkeyProcess("", "--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-config-file", name)
+        for name in ("one", "two")
+    ]
+    try:
+        with servers[0].client() as asked, servers[1].client() as owner:
+            owner.execute_command("CLUSTER ADDSLOTSRANGE 0 16383")
+            asked.execute_command(
+                "CLUSTER MEET", "127.0.0.1", servers[1].port, owner.config_get("cluster-port")["cluster-port"]
+            )
+            announcer, replica = loop.announcer(servers[0].endpoint, node(1)), loop.replica(servers[0].endpoint)
+            announcer.store(advert(1))
+            loop.until(lambda: announcer.connected and replica.fresh and replica.lookup(ONE))
+            assert (servers[0].process.poll(), servers[1].entries()) == (None, 1)
+    finally:
+        loop.close()
+        for server in servers:
+            server.close()
 
 
 def test_a_server_turned_read_only_is_whole_again_when_it_may_write(loop: Loop, server: ValkeyProcess) -> None:

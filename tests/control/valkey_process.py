@@ -52,7 +52,7 @@ class ValkeyProcess:
         return redis.Redis(port=self.port, protocol=2, **options)
 
     def key(self, name: str) -> str:
-        return f"{PREFIX}:{name}"
+        return f"{{{PREFIX}}}:{name}"
 
     def stands(self) -> tuple[bytes, int]:
         """Epoch and number of the last change."""
@@ -63,7 +63,7 @@ class ValkeyProcess:
     def entries(self) -> int:
         """Adverts of all nodes."""
         with self.client() as client:
-            nodes = client.scan_iter(f"{PREFIX}:n:*")
+            nodes = client.scan_iter(self.key("n:*"))
             return sum(len(name) == 32 for node in nodes for name in client.hkeys(node))
 
     def freeze(self) -> None:
