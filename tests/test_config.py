@@ -76,6 +76,11 @@ def test_a_bad_size_names_the_key_the_value_and_what_is_accepted(value):
         ("directory", "tcp://host"),
         ("directory", "tcp://host:65536"),
         ("directory", "tcp://a:1 tcp://b:2"),
+        ("directory", "valkey://host"),
+        ("directory", "valkey://host:0/fleet"),
+        ("directory", "valkey://host:1/fleet/2"),
+        ("directory", "valkey://host:1/fleet?db=2"),
+        ("directory", "valkey://host:1/fleet?ssl_ca_certs=/ca.pem"),
         ("directory", {}),
         ("local_cpu", "off"),
         ("local_disk", "cache"),
@@ -135,6 +140,37 @@ def test_one_directory_or_several():
     assert make_config({"directory": "tcp://a:1"}).directories == ("tcp://a:1",)
     assert make_config({"directory": ["tcp://a:1", "tcp://b:2"]}).directories == ("tcp://a:1", "tcp://b:2")
     assert make_config({"directory": "tcp://a:1, tcp://b:2"}).directories == ("tcp://a:1", "tcp://b:2")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "valkey://host:6379",
+        "redis://host:6379/fleet-1",
+        "valkeys://user:p%40ss@[::1]:6379/a.b_c",
+        "rediss://:word@host:1/x?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem",
+        "valkey://user@host:1?password_file=/run/secrets/valkey",
+    ],
+)
+def test_a_directory_may_be_a_server_that_others_run(endpoint):
+    assert make_config({"directory": [endpoint, "tcp://a:1"]}).directories == (endpoint, "tcp://a:1")
+    assert make_config({"directory": f"{endpoint}, tcp://a:1"}).directories == (endpoint, "tcp://a:1")
+
+
+def test_passwords_are_not_quoted():
+    with pytest.raises(ConfigError) as caught:
+        make_config({"directory": ["valkey://me:hunter2@host:99999/x"]})
+    assert str(caught.value).startswith("directory=['valkey://...@host:99999/x']; accepted: ")
+
+
+def test_where_encryption_is_required_such_a_server_is_reached_over_tls():
+    keys = {"require_encryption": True, "security": "/keys"}
+    assert make_config({**keys, "directory": "valkeys://host:1"}).require_encryption
+    for endpoint in ("valkey://host:1", "redis://me:hunter2@host:1"):
+        with pytest.raises(ConfigError, match=r"^require_encryption=True with directory=.*; accepted: 'valkeys://'") as caught:
+            make_config({**keys, "directory": ["tcp://a:1", endpoint]})
+        assert caught.value.names == ("require_encryption", "directory")
+        assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,21 @@ def test_as_json_for_programs(file):
     assert json.loads(run("config", "--json").stdout)["config_file"] is None
 
 
+def test_no_password_of_a_directory_is_printed():
+    endpoint = "valkey://me:hunter2@host:6379/fleet"
+    for form in ([], ["--json"]):
+        done = run("config", *form, "--set", f"directory={endpoint}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "valkey://...@host:6379/fleet" in done.stdout
+        assert "hunter2" not in done.stdout
+
+
+def test_a_node_can_be_given_its_directories_as_options():
+    words = ["node", "--exactly", "--directory", "tcp://a:1", "--directory", "valkey://b:2/x"]
+    assert read_settings(build_parser().parse_args(words)).directories == ("tcp://a:1", "valkey://b:2/x")
+    assert read_settings(build_parser().parse_args(["node", "--exactly"])).directory == ()
+
+
 def test_what_is_left_out_is_said_on_stderr():
     done = run("config", "--json", LMCACHE_EC_SLABSIZE="1", LMCACHE_EC_CHUNK_SIZE="256")
     assert done.returncode == 0
