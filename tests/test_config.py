@@ -167,7 +167,9 @@ def test_where_encryption_is_required_such_a_server_is_reached_over_tls():
     keys = {"require_encryption": True, "security": "/keys"}
     assert make_config({**keys, "directory": "valkeys://host:1"}).require_encryption
     for endpoint in ("valkey://host:1", "redis://me:hunter2@host:1"):
-        with pytest.raises(ConfigError, match=r"^require_encryption=True with directory=.*; accepted: 'valkeys://'") as caught:
+        with pytest.raises(
+            ConfigError, match=r"^require_encryption=True with directory=.*; accepted: 'valkeys://'"
+        ) as caught:
             make_config({**keys, "directory": ["tcp://a:1", endpoint]})
         assert caught.value.names == ("require_encryption", "directory")
         assert "hunter2" not in str(caught.value)
