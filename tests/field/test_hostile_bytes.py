@@ -70,7 +70,8 @@ def sample(type_: inspect.Type) -> Any:
         case inspect.UnionType(types=types):
             return sample(next(one for one in types if not isinstance(one, inspect.NoneType)))
         case inspect.StructType(tag=tag, fields=fields):
-            return [*([tag] if tag else []), *(sample(field.type) for field in fields)]
+            values = (1 if field.name == "version" else sample(field.type) for field in fields)
+            return [*([tag] if tag else []), *values]
     raise AssertionError(f"no sample of {type_}")
 
 

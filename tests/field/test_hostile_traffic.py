@@ -23,7 +23,7 @@ import zmq
 from ec_p2p.control.codec import MAX_FRAME
 from ec_p2p.control.sockets import open_socket
 from ec_p2p.node.address import attach_address
-from ec_p2p.node.messages import Landed
+from ec_p2p.node.messages import CloseWindow, Landed
 from tests.field.test_hostile_bytes import FRAMES
 from tests.node.conftest import Fleet, free_ports, until
 
@@ -132,10 +132,10 @@ class Town:
         port = free_ports()
         endpoint = f"tcp://127.0.0.1:{port}"
         self.metrics_ports = [free_ports()]
-        command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", endpoint, "--node-timeout", "1"]
+        command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", endpoint]
         self.directory = subprocess.Popen([*command, "--metrics-port", str(self.metrics_ports[0])])
         try:
-            fleet.common |= {"directory": [endpoint]}
+            fleet.common |= {"directory": [endpoint], "node_timeout_s": 4.0}
             (a, self.holder), (b, self.reader) = fleet.connected("a", "b", metrics_port=0)
         except BaseException:
             self.close()
@@ -154,7 +154,9 @@ class Town:
         """One entry is stored, found, fetched, read and released."""
         self._number += 1
         identity, payload = self._number.to_bytes(32, "big"), self._number.to_bytes(2, "big") * (1 << 19)
-        self.holder.store(identity, payload)
+        window = self.holder.window(len(payload))
+        self.holder.store(identity, payload, window=window)
+        self.holder.node.send(CloseWindow(window.window))
         self.reader.has_landed(identity)
         [answer] = self.reader.want(identity)
         assert isinstance(answer, Landed)

@@ -42,7 +42,7 @@ class Town:
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", self.endpoint, "--security", security]
         self.process = subprocess.Popen(command)
-        fleet.common |= {"directory": [self.endpoint], "require_encryption": True}
+        fleet.common |= {"directory": [self.endpoint], "require_encryption": True, "node_timeout_s": 4.0}
 
     def close(self):
         self.process.terminate()
