@@ -32,6 +32,7 @@ from ec_p2p.control.sockets import Socket, bound_port, open_socket, split_endpoi
 from ec_p2p.curve import Security, secure_server
 from tests.control.harness import Loop, advert, node
 from tests.control.keys import Pair, dial, strangers
+from tests.field.junk import CURVE, NULL
 from tests.node.conftest import free_ports
 
 SERVER, ALICE, BOB, OTHER = Pair(), Pair(), Pair(), Pair()
@@ -173,7 +174,6 @@ def half_open(port: int, opening: bytes) -> socket.socket:
     return raw
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0" + b"CURVE".ljust(52, b"\0")
 EPOCH = b"e" * 16
 HELLO = b"\x04\xc8\x05HELLO\x01\0" + bytes(72) + b"k" * 32 + bytes(8) + b"b" * 80
 
@@ -181,7 +181,7 @@ HELLO = b"\x04\xc8\x05HELLO\x01\0" + bytes(72) + b"k" * 32 + bytes(8) + b"b" * 8
 def test_half_open_handshakes_by_the_hundred_hold_nobody_up(loop: Loop, served: Directory) -> None:
     """They are hung up on after two seconds; members come and go meanwhile."""
     ports = [int(split_endpoint(served.endpoint)[1]), served.pub_port]
-    openings = [b"", GREETING[:10], GREETING[:32], GREETING, GREETING + HELLO[:100], GREETING + HELLO]
+    openings = [b"", CURVE[:10], CURVE[:32], CURVE, CURVE + HELLO[:100], CURVE + HELLO]
     with ExitStack() as strangers:
         connections = [
             strangers.enter_context(half_open(port, opening))
@@ -218,13 +218,11 @@ def test_half_open_handshakes_by_the_hundred_hold_nobody_up(loop: Loop, served: 
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 2_000,
-        GREETING + b"\xff" * 2_000,
-        GREETING + b"\x04\x05\x04JUNK",
-        GREETING + HELLO[:-1] + b"\0" + HELLO,
-        GREETING + b"\x06" + (1 << 40).to_bytes(8, "big") + b"x" * 1_000,
-        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0"
-        + b"NULL".ljust(52, b"\0")
-        + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB",
+        CURVE + b"\xff" * 2_000,
+        CURVE + b"\x04\x05\x04JUNK",
+        CURVE + HELLO[:-1] + b"\0" + HELLO,
+        CURVE + b"\x06" + (1 << 40).to_bytes(8, "big") + b"x" * 1_000,
+        NULL + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB",
     ],
     ids=["http", "ones", "ones in curve", "junk command", "bad hello", "huge command", "null"],
 )
@@ -246,7 +244,7 @@ def nonsense_at(endpoint: str) -> Callable[[], None]:
     def serve() -> None:
         while not stopping.is_set():
             with suppress(OSError), listener.accept()[0] as raw:
-                raw.sendall(GREETING + b"\xff" * 200)
+                raw.sendall(CURVE + b"\xff" * 200)
 
     thread = threading.Thread(target=serve)
     thread.start()

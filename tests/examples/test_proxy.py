@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from fleet import Fleet, Server
 from processes import Run, free_port, until
+
+from tests.field.junk import OPENINGS
 
 Handler = http.server.BaseHTTPRequestHandler
 Answer = Callable[[Handler, dict[str, Any]], None]
@@ -136,6 +139,19 @@ def request(*images: str, **more: Any) -> dict[str, Any]:
         {"role": "user", "content": [*parts, {"type": "text", "text": "t"}]},
     ]
     return {"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.5, **more}
+
+
+def test_junk_on_its_port_keeps_nobody_from_an_answer(stage: SimpleNamespace) -> None:
+    """Connections that say nothing, or nonsense, are open all the while."""
+    host, _, port = stage.proxy.url.removeprefix("http://").rpartition(":")
+    with ExitStack() as strangers:
+        for opening in OPENINGS * 5:
+            stranger = strangers.enter_context(socket.create_connection((host, int(port))))
+            with suppress(ConnectionError):
+                stranger.sendall(opening)
+        for _ in range(5):
+            assert chat(stage.proxy, request("a")).status == 200
+    assert chat(stage.proxy, request("a")).status == 200
 
 
 def test_each_image_goes_to_an_encoder_in_turn(stage: SimpleNamespace) -> None:

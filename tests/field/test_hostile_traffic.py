@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -24,27 +23,10 @@ from ec_p2p.control.codec import MAX_FRAME
 from ec_p2p.control.sockets import open_socket
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.messages import CloseWindow, Landed
+from tests.field.junk import GREETING, JUNK, OPENINGS
 from tests.field.test_hostile_bytes import FRAMES
 from tests.node.conftest import Fleet, free_ports, until
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0"
-NULL, CURVE = GREETING + b"NULL".ljust(52, b"\0"), GREETING + b"CURVE".ljust(52, b"\0")
-OPENINGS = [
-    b"",
-    b"GET / HTTP/1.1\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-    b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nx",
-    b"GET /metrics HTTP/1.1\r\n" + b"X-Header: x\r\n" * 500,
-    b"\xff" * 5_000,
-    random.Random(3).randbytes(5_000),
-    GREETING,
-    NULL,
-    CURVE,
-    NULL + b"\x04\x05\x04JUNK",
-    NULL + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB" + b"\x02" + (1 << 40).to_bytes(8, "big") + b"\x01" * 5_000,
-    CURVE + b"\xff" * 5_000,
-]
-JUNK = [b"", b"\xc1", b"{}", b"\0" * 5_000, b"\x91" * 5_000, random.Random(5).randbytes(500)]
 ROUNDS = 2
 FOREIGN = [frame for decoder in FRAMES.values() for frame in decoder.valid]
 """A message of every kind, each to sockets that it is not for, and with numbers that are true of nobody."""

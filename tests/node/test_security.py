@@ -19,6 +19,7 @@ from ec_p2p.curve import key_text
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Landed, Missing
 from tests.control.keys import Pair, dial, strangers
+from tests.field.junk import CURVE
 from tests.node.conftest import Client, Fleet, free_ports, until
 
 SERVER, ALICE, BOB = Pair(), Pair(), Pair()
@@ -151,9 +152,6 @@ def test_strangers_get_nothing_at_any_door(town, doors):
         assert not any(name.startswith("bad_frames") for name in counters), "nothing of it got as far as that"
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0" + b"CURVE".ljust(52, b"\0")
-
-
 def open_files(client):
     return len(os.listdir(f"/proc/{client.inspect().node['pid']}/fd"))
 
@@ -164,7 +162,7 @@ def test_half_open_handshakes_by_the_hundred_hold_nobody_up_and_are_forgotten(to
     with contextlib.ExitStack() as stack:
         for _ in range(25):
             for _, endpoint, _ in doors.values():
-                for opening in (b"", GREETING[:11], GREETING):
+                for opening in (b"", CURVE[:11], CURVE):
                     raw = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(endpoint))))
                     raw.sendall(opening)
         for number in range(1, 4):
@@ -177,7 +175,7 @@ def test_half_open_handshakes_by_the_hundred_hold_nobody_up_and_are_forgotten(to
 
 
 def test_junk_at_every_door_is_hung_up_on(town, doors):
-    junk = [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 3_000, GREETING + b"\xff" * 3_000, os.urandom(3_000)]
+    junk = [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 3_000, CURVE + b"\xff" * 3_000, os.urandom(3_000)]
     for _, endpoint, _ in doors.values():
         for opening in junk:
             with socket.create_connection(("127.0.0.1", port_of(endpoint))) as raw:
