@@ -6,8 +6,9 @@ no clock of its own. Must never leave the table changed by events of which one b
 The Clone pattern: take a snapshot that is valid at a sequence number, then every later change; a gap, another epoch or
 silence means a snapshot again, and changes that come meanwhile are kept for after it.
 
-A directory that came back empty, or a node that says hello again, does not make what was known wrong: it is doubted,
-and goes only if it is not heard of again for a while. So lookups go on while everything is being said anew.
+A directory that came back empty, a node that says hello again, or an advert that a snapshot does not name do not make
+what was known wrong: it is doubted, and goes only if it is not heard of again for a while. So lookups go on while
+everything is being said anew.
 """
 
 from __future__ import annotations
@@ -89,11 +90,17 @@ class Follower:
         self._ask_at = float("-inf")
         self._heard = 0.0
         self._in_sync_at = float("-inf")
+        self._settles_at = float("inf")
         self._doubts: dict[bytes, _Doubt] = {}
 
     def fresh(self, now: float) -> bool:
         """The table was equal to what the directory published, not longer than `timeout_s` ago."""
         return now - self._in_sync_at <= self._timeout_s
+
+    def settled(self, now: float) -> bool:
+        """It is fresh, nothing in it is doubted, and the directory has lived, or spoken again, for long enough to have
+        heard of every node: what is not in it is nowhere."""
+        return self.fresh(now) and not self._doubts and self._in_sync_at >= self._settles_at
 
     @property
     def position(self) -> tuple[bytes, int] | None:
@@ -109,7 +116,7 @@ class Follower:
 
     def doubts(self, incarnation: bytes) -> bool:
         """Whether anything is doubted that the table says of a node."""
-        return self.doubts_node(incarnation) or bool(self.doubted(incarnation))
+        return incarnation in self._doubts
 
     def doubts_node(self, incarnation: bytes) -> bool:
         """Whether the directory, as it is now, has not even said that there is such a node."""
@@ -125,6 +132,7 @@ class Follower:
             # The directory hears nobody either, for all that is known: no time for a node to be heard again.
             for doubt in self._doubts.values():
                 doubt.until = float("inf")
+            self._settles_at = float("inf")
             self._lose_sync(now)
             return
         for incarnation in [doubted for doubted, doubt in self._doubts.items() if self._in_sync_at >= doubt.until]:
@@ -216,6 +224,7 @@ class Follower:
     def _finish(self, snapshot: _Snapshot, now: float) -> None:
         self.counters["snapshots"] += 1
         same_life = snapshot.epoch == self._epoch
+        self._settles_at = min(self._settles_at if same_life else float("inf"), now + self._timeout_s)
         for node in self._table.nodes():
             incarnation = node.incarnation
             doubt = self._doubts.get(incarnation)
@@ -223,9 +232,8 @@ class Follower:
             # Each life gets the whole span: it may follow the one before it at once.
             until = min(doubt.until if doubt and same_life else float("inf"), now + self._timeout_s)
             if seen is not None:
-                doubted = self.doubted(incarnation) if same_life else self._table.held_by(incarnation)
-                self._doubt(incarnation, doubted - seen, until)
-                self._table.change(incarnation, (), self._table.held_by(incarnation) - seen - doubted)
+                # Withdrawn, or not said again yet by a node that is saying everything again: a snapshot cannot tell.
+                self._doubt(incarnation, self._table.held_by(incarnation) - seen, until)
             elif not same_life or (doubt and doubt.identities is None):
                 self._doubt(incarnation, None, until)
             else:
@@ -255,6 +263,7 @@ class Follower:
                 if doubt and doubt.identities:
                     doubt.identities.difference_update([advert.identity for advert in event.adverts])
                     doubt.identities.difference_update(event.withdrawn)
+                    self._doubt(event.incarnation, doubt.identities, doubt.until)
                 self._table.change(event.incarnation, event.adverts, event.withdrawn)
                 if event.instances is not None:
                     self._table.describe(event.incarnation, event.instances)

@@ -109,6 +109,11 @@ class Replicates(Protocol):
     def held_by(self, incarnation: bytes) -> list[Advert]:
         """What a node advertises."""
 
+    @property
+    def settled(self) -> bool:
+        """It is fresh, nothing in it is doubted, and the directory has lived long enough to have heard of every node:
+        what is not in it is nowhere."""
+
     def doubts(self, incarnation: bytes) -> bool:
         """Whether the directory, or the node, has begun anew, and not all that is known of the node was said again."""
 

@@ -116,6 +116,10 @@ class Replica:
         """What a node advertises."""
         return self._table.adverts(incarnation)
 
+    @property
+    def settled(self) -> bool:
+        return self._follower.settled(time.monotonic())
+
     def doubts(self, incarnation: bytes) -> bool:
         """Whether not all that is known of a node was said again since the directory, or the node, began anew."""
         return self._follower.doubts(incarnation)

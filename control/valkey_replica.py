@@ -100,6 +100,10 @@ class ValkeyReplica:
     def held_by(self, incarnation: bytes) -> list[Advert]:
         return self._table.adverts(incarnation)
 
+    @property
+    def settled(self) -> bool:
+        return self._follower.settled(time.monotonic())
+
     def doubts(self, incarnation: bytes) -> bool:
         return self._follower.doubts(incarnation)
 

@@ -16,7 +16,8 @@ from ec_p2p.control.sockets import Context
 
 
 class View:
-    """Driven like a replica. Replicas that lost their directory do not count while another is fresh.
+    """Driven like a replica. Replicas that lost their directory do not count while another is settled, and count again
+    when they are settled themselves. While none is, those that counted last go on to, and all that are fresh.
 
     `on_change(identity)` is called when what `lookup` says of it may have changed, up to once per directory.
     `on_node(node, up)` is called with True when a node appears or moves, with False when no directory that counts knows
@@ -102,7 +103,7 @@ class View:
 
     def _count(self) -> None:
         """Choose the replicas that count, and tell what that, or their changes, did."""
-        counting = tuple(replica for replica in self.replicas if replica.fresh) or self.replicas
+        counting = self._choose()
         if counting != self._counting:
             turned = set(counting) ^ set(self._counting)
             self._counting = counting
@@ -113,6 +114,14 @@ class View:
         if self._nodes_changed:
             self._nodes_changed = False
             self._tell_nodes()
+
+    def _choose(self) -> tuple[Replicates, ...]:
+        # A copy that was lost long ago is no help: of dead nodes it knows what nobody else remembers.
+        settled = {replica for replica in self.replicas if replica.settled}
+        fresh = {replica for replica in self.replicas if replica.fresh}
+        before = set(self._counting)
+        chosen = settled | (fresh & before) if settled else fresh | before
+        return tuple(replica for replica in self.replicas if replica in chosen)
 
     def _tell_nodes(self) -> None:
         before = self._nodes

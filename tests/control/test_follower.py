@@ -253,11 +253,36 @@ def test_a_snapshot_in_the_middle_of_that_does_not_cut_it_short() -> None:
     assert content(table) == {A: {advert(2).identity: advert(2)}}
 
 
-def test_within_one_life_what_a_snapshot_does_not_name_is_gone() -> None:
+def test_within_one_life_a_node_that_a_snapshot_does_not_name_is_gone_and_an_advert_doubted() -> None:
+    """The advert may have been withdrawn, or its node may be saying everything again just now."""
     table, follower = synced()
     follower.take_events(9, Events(E1, []), 10, 0.0)
     follower.take_chunk(chunk(follower.request(0.0), E1, 9, SnapshotNode(A, [])), 0.0)
+    assert content(table) == {A: {advert(1).identity: advert(1)}}
+    assert follower.doubted(A.incarnation) == {advert(1).identity}
+    heard(follower, E1, TIMEOUT_S)
     assert content(table) == {A: {}}
+
+
+def test_a_copy_is_settled_when_the_directory_had_time_to_hear_every_node() -> None:
+    _, follower = synced()
+    follower.take_events(5, Events(E1, []), 10, TIMEOUT_S - 0.1)
+    assert not follower.settled(TIMEOUT_S - 0.1)
+    follower.take_events(5, Events(E1, []), 10, TIMEOUT_S)
+    assert follower.settled(TIMEOUT_S)
+    follower.take_events(6, Events(E1, [NodeUp(A)]), 10, TIMEOUT_S)
+    assert not follower.settled(TIMEOUT_S)
+    follower.take_events(7, Events(E1, [Changed(A.incarnation, [advert(1)], [])]), 10, TIMEOUT_S)
+    assert follower.settled(TIMEOUT_S)
+    now = 2 * TIMEOUT_S + 0.1
+    assert not follower.settled(now)
+    follower.tick(now)
+    follower.take_events(7, Events(E1, []), 10, now)
+    follower.take_chunk(chunk(follower.request(now), E1, 7, SnapshotNode(A, [advert(1)]), SnapshotNode(B, [])), now)
+    assert follower.fresh(now)
+    assert not follower.settled(now)
+    heard(follower, E1, now + TIMEOUT_S)
+    assert follower.settled(now + TIMEOUT_S)
 
 
 class Network:

@@ -161,7 +161,7 @@ def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop, kind: str) -> N
     loop.until(lambda: announcer.connected and not announcer.pending)
     loop.until(lambda: all(in_step(directory, replica) for replica in replicas))
     assert directory.entries() == len(held)
-    assert all(set(replica.identities()) == held for replica in replicas)
+    loop.until(lambda: all(set(replica.identities()) == held for replica in replicas), "doubts to end")
 
 
 def test_one_of_two_directories_dies_and_comes_back(loop: Loop, kind: str) -> None:
