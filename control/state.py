@@ -137,8 +137,7 @@ class DirectoryState:
         return events
 
     def _announce(self, message: Announce, known: _Known) -> list[Event] | None:
-        if message.seq <= known.seq:
-            return []
+        # Not even one that was heard before may pass: after a hello that was lost the numbers begin again at 1.
         if message.seq != known.seq + 1:
             return None
         known.seq = message.seq
