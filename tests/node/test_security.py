@@ -41,9 +41,13 @@ class Town:
     def __init__(self, fleet, security):
         self.port = free_ports()
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", self.endpoint, "--security", security]
-        self.process = subprocess.Popen(command)
+        self._command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", self.endpoint, "--security"]
+        self.process = subprocess.Popen([*self._command, security])
         fleet.common |= {"directory": [self.endpoint], "require_encryption": True, "node_timeout_s": 4.0}
+
+    def restart(self, security):
+        self.close()
+        self.process = subprocess.Popen([*self._command, security])
 
     def close(self):
         self.process.terminate()
@@ -219,6 +223,46 @@ def test_two_fleets_on_one_machine_do_not_mix(town, tmp_path):
             [answer] = fleet.reader.want(identity(foreign))
             assert isinstance(answer, Missing)
             assert fleet.reader.inspect().gauges["peers_ready"] == 1
+
+
+def test_a_fleet_goes_from_one_pair_to_another(zmq_fleet, tmp_path):
+    """As docs/operations.md says: one process after the other, and every one shares with those before and after it."""
+    old, new = ALICE, BOB
+    before = old.file(tmp_path / "1", new)
+    between = new.file(tmp_path / "2", old, directory=old)
+    after = new.file(tmp_path / "3", old)
+    with contextlib.closing(Town(zmq_fleet, before)) as town:
+        clients = {name: zmq_fleet.client(zmq_fleet.node(name, security=before)) for name in ("a", "b")}
+
+        def restart(name, security):
+            clients.pop(name).close()
+            [node] = [
+                node
+                for node in zmq_fleet.nodes
+                if node.config.name.endswith(f"-{name}") and node.process.poll() is None
+            ]
+            node.process.terminate()
+            node.process.wait(20)
+            clients[name] = zmq_fleet.client(zmq_fleet.node(name, security=security))
+
+        def shares(number):
+            town.holder, town.reader = clients["a"], clients["b"]
+            until(lambda: all(client.inspect().gauges["peers_ready"] == 1 for client in clients.values()), "the peers")
+            return fetched(town, number)
+
+        assert shares(1)
+        restart("b", between)
+        assert shares(2)
+        restart("a", between)
+        assert shares(3)
+        clients["a"].store(identity(4), payload(4))
+        assert shares(5), "so what was told before it is known, too"
+        town.restart(after)
+        until(lambda: not clients["b"].inspect().gauges["directory_connected"], "no directory")
+        clients["b"].has_landed(identity(4))  # what they knew is enough
+        for name in ("a", "b"):
+            restart(name, after)
+        assert shares(6)
 
 
 def test_keys_in_the_settings_reach_a_spawned_node_but_no_process_list(monkeypatch):
