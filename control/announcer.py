@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 _MESSAGES_PER_TICK = 4
 _MESSAGES_PER_TURN = 256
-_HWM = 64
+# What waits in a queue is said late, and a heartbeat waits behind it. Here a later change takes an earlier one's place.
+_HWM = 8
 _LINGER_MS = 500
 _RETRY_FIRST_S = 0.01
 _RETRY_LAST_S = 0.25

@@ -8,11 +8,12 @@ keep more than one change per identity, nor take for known what was sent before 
 |---|---|---|
 | unknown | a hello is due | it is sent: greeted |
 | greeted | a hello was sent | a welcome: welcomed. None for `heartbeat_s`: another hello |
-| welcomed | changes and heartbeats follow | another epoch, `hello!`, or silence for `timeout_s`: unknown |
+| welcomed | changes and heartbeats follow | another epoch, or `hello!`: unknown |
 | refused | it speaks another version | a hello is due again after 10 s; a welcome of this version: welcomed |
 | left | nothing is said any more | nothing |
 
-A refusal ends any state but left, `leave` any.
+A refusal ends any state but left, `leave` any. Silence ends none: to say everything again to a directory that is slow
+because much is said to it would make it slower still, for all. A heartbeat finds out whether it still knows this node.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Announcing:
         self._epoch = b""
         self._seq = 0
         self._heard = 0.0
+        self._silent = False
         self._next_hello = float("-inf")
         self._next_heartbeat = 0.0
 
@@ -134,9 +136,10 @@ class Announcing:
 
     def tick(self, now: float) -> None:
         """Notice silence."""
-        if self._welcomed and now - self._heard > self._timeout_s:
+        silent = self._welcomed and not self.connected(now)
+        if silent and not self._silent:
             log.warning("directory %s is silent", self._name)
-            self._start_over(now)
+        self._silent = silent
 
     def next_event(self) -> float:
         """When there is something to say, if nothing happens before: in the past for 'at once'."""

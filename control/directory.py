@@ -52,6 +52,7 @@ _ROUTER_SEND_HWM = 16
 _ROUTER_RECEIVE_HWM = 16
 _PUB_HWM = 256
 _LONGEST_SUBSCRIPTION = 256
+_BEHIND_TIMEOUTS = 3
 
 
 class Directory:
@@ -75,7 +76,9 @@ class Directory:
         host, port = split_endpoint(bind)
         self.epoch = os.urandom(16)
         self._heartbeat_s = heartbeat_s
+        self._node_timeout_s = node_timeout_s
         self._expiry_s = node_timeout_s / 8
+        self._caught_up = float("-inf")
         self._state = DirectoryState(node_timeout_s)
         self._seq = 0
         self._events: list[Event] = []
@@ -199,13 +202,15 @@ class Directory:
     def turn(self, ready: Container[object], now: float) -> float:
         """What `run` does again and again: hear the sockets that are `ready`, publish, send snapshots. Returns the
         seconds until the next turn is wanted if nothing comes in before."""
-        if self._router in ready:
-            self._receive(now)
+        if self._router not in ready or self._receive(now):
+            self._caught_up = now
         if self._pub in ready:
             self._greet_subscribers()
         if now >= self._next_expiry:
             self._next_expiry = now + self._expiry_s
-            self._events += self._state.expire(now)
+            # Who is behind with reading does not know who is silent. For long that must not keep the dead alive.
+            behind = min(now - self._caught_up, _BEHIND_TIMEOUTS * self._node_timeout_s)
+            self._events += self._state.expire(now - behind)
         if self._events:
             self._publish(now)
         if now >= self._next_heartbeat:
@@ -221,13 +226,13 @@ class Directory:
 
     # -------------------------------------------------------- ROUTER
 
-    def _receive(self, now: float) -> None:
-        """A bounded amount, so that what was said is soon published and silence is noticed in a storm too."""
+    def _receive(self, now: float) -> bool:
+        """A bounded amount, so that what was said is soon published, in a storm too. False: there may be more."""
         nbytes = 0
         while nbytes < _BYTES_PER_TURN:
             received = self._receive_one(self._router)
             if received is None:
-                return
+                return True
             frames, key = received
             nbytes += 64 + sum(map(len, frames))
             route = frames[0]
@@ -240,6 +245,7 @@ class Directory:
                 log.debug("dropped a frame from %s: %r", route.hex(), error.reason)
                 continue
             self._handle(route, key, message, now)
+        return False
 
     def _handle(self, route: bytes, key: bytes, message: ToDirectory, now: float) -> None:
         if isinstance(message, Hello | SnapshotRequest) and message.version != PROTOCOL_VERSION:
