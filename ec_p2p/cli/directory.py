@@ -11,11 +11,13 @@ from types import FrameType
 
 import zmq
 
+from ec_p2p.control.directories import host_of
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.directory_figures import source_of
 from ec_p2p.control.exposition import Exposition
 from ec_p2p.control.sockets import split_endpoint
 from ec_p2p.keys import security_of
+from ec_p2p.node.network import say_who_gets_in
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         directory.stop()
 
+    say_who_gets_in(security, [host_of(directory.endpoint)])
     source = source_of(directory)
     figures = Exposition(args.metrics_host, args.metrics_port, lambda: [source], directory.pulse.health)
     with directory, figures:

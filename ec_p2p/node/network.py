@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def say_who_gets_in(security: Security | None, hosts: Iterable[str]) -> None:
-    """One line at the start of a process that uses these addresses."""
+    """One line at the start of a process that listens at, or talks to, these addresses."""
     if security is not None:
         others = len(security.allow) - 1
         logger.info(

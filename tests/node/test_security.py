@@ -18,6 +18,9 @@ from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPee
 from ec_p2p.curve import key_text
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Landed, Missing
+from ec_p2p.node.network import say_who_gets_in
+from ec_p2p.node.spawn import node_command
+from ec_p2p.transport import nixl_available
 from tests.control.keys import Pair, dial, strangers
 from tests.field.junk import CURVE
 from tests.node.conftest import Client, Fleet, free_ports, until
@@ -223,6 +226,57 @@ def test_two_fleets_on_one_machine_do_not_mix(town, tmp_path):
             [answer] = fleet.reader.want(identity(foreign))
             assert isinstance(answer, Missing)
             assert fleet.reader.inspect().gauges["peers_ready"] == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (["127.0.0.1", "localhost", "127.0.1.1", "::1"], None),
+        (["127.0.0.1", "0.0.0.0", "10.0.0.9", "0.0.0.0"], "at 0.0.0.0, 10.0.0.9 can read entries"),
+        (["directory.example"], "at directory.example can read entries"),
+    ],
+)
+def test_who_is_open_to_others_says_so_once(caplog, hosts, said):
+    say_who_gets_in(None, hosts)
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
+    caplog.clear()
+    caplog.set_level("INFO")
+    say_who_gets_in(SERVER.security(ALICE), hosts)
+    [record] = caplog.records
+    assert (key_text(SERVER.public) in record.getMessage(), record.levelname) == (True, "INFO")
+
+
+@pytest.mark.parametrize(("host", "warnings"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+def test_a_directory_says_at_its_start_whether_it_is_open_to_others(host, warnings):
+    command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", f"tcp://{host}:0", "--metrics-port", "-1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        said = ""
+        while "directory listens" not in said:
+            said += process.stderr.readline()
+        process.terminate()
+    assert said.count("no `security` is set") == warnings
+
+
+def test_a_node_says_at_its_start_whether_it_is_open_to_others_and_what_is_not_encrypted(tmp_path):
+    def said(**settings):
+        name = f"says-{os.getpid()}"
+        small = {"max_local_cpu_size": "1MiB", "slab_size": "1MiB"}
+        config = make_config({"node_name": name, "ec_port": free_ports(), **small, **settings})
+        with subprocess.Popen(node_command(config), stderr=subprocess.PIPE, text=True) as process:
+            text = ""
+            while f"node {name}: incarnation" not in text:
+                text += (line := process.stderr.readline())
+                assert line, text
+            process.terminate()
+        return text
+
+    keys = SERVER.file(tmp_path / "fleet.key")
+    assert "WARNING" not in said(transport="zmq")
+    assert said(transport="zmq", bind_host="0.0.0.0").count("no `security` is set") == 1
+    assert "WARNING" not in said(transport="zmq", bind_host="0.0.0.0", security=keys, require_encryption=True)
+    if nixl_available():
+        assert "WARNING what NIXL moves" in said(transport="nixl", security=keys, require_encryption=True)
+        assert "INFO what NIXL moves" in said(transport="nixl", security=keys)
 
 
 def test_a_fleet_goes_from_one_pair_to_another(zmq_fleet, tmp_path):
