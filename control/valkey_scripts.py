@@ -20,7 +20,7 @@ The braces are part of the keys: in a cluster, they keep all of a fleet's on one
 | hello | what was known of that incarnation, and of another one at its place, goes; lease, session and `up` |
 | announce with that session and the next seq | adverts in or out, `changed` |
 | announce that was applied already | nothing |
-| announce or heartbeat with another session or seq, or of an unknown node | nothing; it is told to say hello again |
+| announce or heartbeat with another session or seq, or of an unknown node | nothing; it has to say hello again |
 | heartbeat | the lease is renewed |
 | goodbye, or a lease found to be over | everything of that node goes, `down` |
 | nobody has looked at leases for half of a node's timeout: the server, or everybody, was paused | all are renewed |
@@ -175,6 +175,8 @@ local incarnation, session, seq, timeout = ARGV[1], ARGV[2], ARGV[3], tonumber(A
 local node = node_of(incarnation)
 local known = redis.call('HMGET', node, 'session', 'seq')
 if not epoch or known[1] ~= session or (seq ~= '' and known[2] ~= seq) then return false end
+-- A lease that was lost is not put back in silence: who took a snapshot meanwhile has not got this node in it.
+if not redis.call('ZSCORE', leases, incarnation) then return false end
 redis.call('PEXPIRE', node, kept_for(timeout))
 redis.call('ZADD', leases, whole(now + timeout), incarnation)
 tend(timeout)

@@ -291,7 +291,7 @@ class Connection:
         except errors.BusyLoadingError as error:
             raise Unreachable(f"it is loading its data: {_said(error)}") from None
         except (errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, OSError) as error:
-            raise Unreachable(str(error)) from None
+            raise Unreachable(_said(error)) from None
         except errors.RedisError as error:
             reason = _said(error)
             if "UNBLOCKED" in reason:
@@ -303,7 +303,7 @@ class Connection:
 
 def _said(error: Exception) -> str:
     """Without the script and its line, which differ where what is wrong does not."""
-    return str(error).partition(" script: ")[0]
+    return str(error).partition(" script: ")[0].rstrip(".")
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):

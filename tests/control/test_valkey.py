@@ -163,6 +163,18 @@ def test_a_lease_that_is_over_is_ended_by_whoever_looks(server: ValkeyProcess, c
     assert connection.heartbeat(FIRST, OLD, 0) is None
 
 
+def test_a_lost_lease_is_not_renewed(server: ValkeyProcess, connection: Connection) -> None:
+    """Nobody who took a snapshot meanwhile knows the node, and only a hello tells them."""
+    connection.look()
+    connection.hello(node(1), OLD)
+    connection.hello(node(2), OLD)
+    with server.client() as client:
+        client.zrem(server.key("leases"), FIRST)
+    assert connection.heartbeat(FIRST, OLD, 0) is None
+    assert connection.heartbeat(FIRST, OLD, None) is None
+    assert connection.nodes() == [SECOND]
+
+
 @pytest.mark.parametrize("step_ms", [-40_000, 40_000])
 def test_after_a_pause_or_a_step_of_the_clock_nobody_is_taken_for_dead(
     server: ValkeyProcess, connection: Connection, step_ms: int
