@@ -35,7 +35,8 @@ class _Snapshot:
     index: int = 0
     epoch: bytes = b""
     seq: int = 0
-    seen: dict[bytes, set[bytes]] = field(default_factory=dict)
+    unnamed: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """By node, what the table had of it before and the snapshot has not named yet: nothing, where all is new."""
 
 
 class _Kept:
@@ -178,10 +179,13 @@ class Follower:
         for part in chunk.nodes:
             incarnation = part.node.incarnation
             self._table.put_node(part.node)
+            unnamed = snapshot.unnamed.get(incarnation)
+            if unnamed is None:
+                unnamed = snapshot.unnamed[incarnation] = self._table.held_by(incarnation)
+            if unnamed:
+                unnamed.difference_update([advert.identity for advert in part.adverts])
             self._table.describe(incarnation, part.instances)
             self._table.change(incarnation, part.adverts, ())
-            seen = snapshot.seen.setdefault(incarnation, set())
-            seen.update([advert.identity for advert in part.adverts])
         if chunk.last:
             self._finish(snapshot, now)
 
@@ -228,12 +232,12 @@ class Follower:
         for node in self._table.nodes():
             incarnation = node.incarnation
             doubt = self._doubts.get(incarnation)
-            seen = snapshot.seen.get(incarnation)
+            unnamed = snapshot.unnamed.get(incarnation)
             # Each life gets the whole span: it may follow the one before it at once.
             until = min(doubt.until if doubt and same_life else float("inf"), now + self._timeout_s)
-            if seen is not None:
+            if unnamed is not None:
                 # Withdrawn, or not said again yet by a node that is saying everything again: a snapshot cannot tell.
-                self._doubt(incarnation, self._table.held_by(incarnation) - seen, until)
+                self._doubt(incarnation, unnamed and unnamed & self._table.held_by(incarnation), until)
             elif not same_life or (doubt and doubt.identities is None):
                 self._doubt(incarnation, None, until)
             else:

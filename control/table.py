@@ -112,15 +112,14 @@ class Table:
             else:
                 del self._index[identity]
         changed = {advert.identity: _Holder(node, advert) for advert in adverts}
-        # Most messages bring only what is new, to a fresh replica a million entries: the loops are for the others.
-        if not held.keys().isdisjoint(changed.keys()):
+        chains = changed
+        # Most messages bring only what nobody holds, to a fresh replica a million entries: the loops are for others.
+        if not self._index.keys().isdisjoint(changed.keys()):
             for identity in changed.keys() & held.keys():
                 if held[identity].advert == changed[identity].advert:
                     del changed[identity]
-        held.update(changed)
-        chains = changed
-        if not self._index.keys().isdisjoint(changed.keys()):
             chains = {identity: _chain([*self._others(identity, node), holder]) for identity, holder in changed.items()}
+        held.update(changed)
         self._index.update(chains)
         for identity in gone:
             self._on_change(identity)
