@@ -111,20 +111,33 @@ class Table:
                 self._index[identity] = _chain(others)
             else:
                 del self._index[identity]
-        changed = {advert.identity: _Holder(node, advert) for advert in adverts}
-        chains = changed
-        # Most messages bring only what nobody holds, to a fresh replica a million entries: the loops are for others.
-        if not self._index.keys().isdisjoint(changed.keys()):
-            for identity in changed.keys() & held.keys():
-                if held[identity].advert == changed[identity].advert:
-                    del changed[identity]
-            chains = {identity: _chain([*self._others(identity, node), holder]) for identity, holder in changed.items()}
-        held.update(changed)
-        self._index.update(chains)
+        brought = {advert.identity: _Holder(node, advert) for advert in adverts}
+        changed: Iterable[bytes] = brought
+        if self._index.keys().isdisjoint(brought.keys()):
+            # Nobody holds any of it yet: so a fresh replica is told of a million entries, without a loop of Python.
+            held.update(brought)
+            self._index.update(brought)
+        else:
+            changed = [identity for identity, holder in brought.items() if self._put(held, identity, holder)]
         for identity in gone:
             self._on_change(identity)
         for identity in changed:
             self._on_change(identity)
+
+    def _put(self, held: dict[bytes, _Holder], identity: bytes, holder: _Holder) -> bool:
+        """One advert of the node whose entries are `held`. False: it is as it was."""
+        first = self._index.get(identity)
+        if first is None or (first.node is holder.node and not first.others):
+            if first is not None and first.advert == holder.advert:
+                return False
+            self._index[identity] = holder
+        else:
+            before = held.get(identity)
+            if before is not None and before.advert == holder.advert:
+                return False
+            self._index[identity] = _chain([*self._others(identity, holder.node), holder])
+        held[identity] = holder
+        return True
 
     def _others(self, identity: bytes, node: NodeInfo) -> list[_Holder]:
         """Who but this node holds an entry, by the index."""
