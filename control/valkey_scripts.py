@@ -16,7 +16,7 @@ The braces are part of the keys: in a cluster, they keep all of a fleet's on one
 
 | what happens | what a script does |
 |---|---|
-| somebody looks, and there is no epoch, or it began in another life of the server | everything goes, a new one begins |
+| somebody looks: no epoch; or for the first time: it began in another life | everything goes, a new one begins |
 | hello | what was known of that incarnation, and of another one at its place, goes; lease, session and `up` |
 | announce with that session and the next seq | adverts in or out, `changed` |
 | announce that was applied already | nothing |
@@ -89,14 +89,15 @@ local function tend(timeout)
 end
 """.replace("LOG_BYTES", str(LOG_BYTES)).replace("DOWN", DOWN)
 
-# version, the server's run id, an epoch to begin if one must, timeout in ms -> version, epoch, seq, bytes
+# version, the server's run id, an epoch to begin if one must, timeout in ms, 1 if the connection is new
+# -> version, epoch, seq, bytes
 LOOK = (
     _COMMON
     + r"""
-local version, run, fresh, timeout = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local version, run, fresh, timeout, new = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1'
 local other = epoch and redis.call('HGET', about, 'version') ~= version
 if other and redis.call('ZCARD', leases) > 0 then return {redis.call('HGET', about, 'version')} end
-if not epoch or other or redis.call('HGET', about, 'run') ~= run then
+if not epoch or other or (new and redis.call('HGET', about, 'run') ~= run) then
   for _, incarnation in ipairs(redis.call('ZRANGE', leases, 0, -1)) do redis.call('UNLINK', node_of(incarnation)) end
   redis.call('UNLINK', about, leases, places, events)
   epoch = fresh

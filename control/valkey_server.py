@@ -99,19 +99,21 @@ class Server:
         options = self.options
         if self.password_file:
             options = {**options, "password": _password_in(self.password_file)}
-        client = redis.Redis(
-            host=self.host,
-            port=self.port,
-            protocol=2,
-            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-            single_connection_client=False,
-            max_connections=1,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            socket_keepalive=True,
-            **options,
-        )
-        return Connection(client, self.prefix, node_timeout_s)
+        prefix = f"{{{self.prefix}}}"
+        with _told(prefix):
+            client = redis.Redis(
+                host=self.host,
+                port=self.port,
+                protocol=2,
+                retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+                # Not a pool, which would connect anew in silence: to another life of the server.
+                single_connection_client=True,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_keepalive=True,
+                **options,
+            )
+        return Connection(client, prefix, node_timeout_s)
 
 
 def parse(endpoint: str) -> Server:
@@ -144,7 +146,7 @@ class Connection:
 
     def __init__(self, client: Any, prefix: str, node_timeout_s: float) -> None:
         self._client = client
-        self._prefix = f"{{{prefix}}}"
+        self._prefix = prefix
         self._timeout_ms = max(1, round(node_timeout_s * 1000))
         self._keys = (f"{self._prefix}:about",)
         self._scripts = {
@@ -152,9 +154,10 @@ class Connection:
             for name in ("LOOK", "HELLO", "ANNOUNCE", "HEARTBEAT", "GOODBYE", "PAGE")
         }
         try:
-            with self._told():
+            with _told(self._prefix):
                 info = client.info("server")
             self._run = str(info.get("run_id", ""))
+            self._first = 1
             version = str(info.get("redis_version", ""))
             if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < _OLDEST:
                 raise Refuses(f"it is of version {version!r}; accepted: Valkey, or Redis from 6.2 on")
@@ -214,7 +217,8 @@ class Connection:
 
     def look(self) -> Position:
         """The end of the log. Ends the leases that are over, and begins an epoch where there is none."""
-        answer = self._run_script("LOOK", PROTOCOL_VERSION, self._run, os.urandom(16), self._timeout_ms)
+        answer = self._run_script("LOOK", PROTOCOL_VERSION, self._run, os.urandom(16), self._timeout_ms, self._first)
+        self._first = 0
         if len(answer) != 4:
             raise Refuses(f"the nodes there speak version {answer[0]!r}, accepted: {PROTOCOL_VERSION}")
         return Position(answer[1], int(answer[2]), int(answer[3]))
@@ -222,7 +226,7 @@ class Connection:
     def changes(self, after: Position, wait_s: float) -> list[Entry]:
         """What was logged since, waiting for it if there is nothing yet. In order; a gap shows in the numbers."""
         key = f"{self._prefix}:events"
-        with self._told():
+        with _told(self._prefix):
             found = self._client.xread(
                 {key: f"{after.nbytes}-{after.seq}"}, count=_ENTRIES, block=max(1, round(wait_s * 1000))
             )
@@ -230,12 +234,12 @@ class Connection:
 
     def nodes(self) -> list[bytes]:
         """Incarnations of the nodes that have a lease."""
-        with self._told():
+        with _told(self._prefix):
             return list(self._client.zrange(f"{self._prefix}:leases", 0, -1))
 
     def describe(self, incarnation: bytes) -> tuple[NodeInfo, list[InstanceInfo]] | None:
         """None: it has left meanwhile, or cannot be read."""
-        with self._told():
+        with _told(self._prefix):
             info, instances = self._client.hmget(self._node_key(incarnation), ["info", "instances"])
         if info is None:
             return None
@@ -254,7 +258,7 @@ class Connection:
 
     def _readable(self, incarnation: bytes, cursor: int) -> Page:
         """The same page, one by one, without those that somebody has spoiled."""
-        with self._told():
+        with _told(self._prefix):
             following, found = self._client.hscan(self._node_key(incarnation), cursor, count=_PAGE)
         adverts: list[Advert] = []
         raw = [value for name, value in found.items() if len(name) == 32]
@@ -269,36 +273,37 @@ class Connection:
         return self._prefix.encode() + b":n:" + incarnation
 
     def _run_script(self, name: str, *args: bytes | int | str) -> Any:
-        with self._told():
+        with _told(self._prefix):
             return self._scripts[name](keys=self._keys, args=args)
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """The library's errors as this module's, in words for an operator."""
-        errors = _library().exceptions
-        try:
-            yield
-        except errors.AuthenticationError as error:
-            raise Refuses(f"it does not accept the user or password: {_said(error)}") from None
-        except errors.NoPermissionError as error:
-            raise Refuses(f"this user may not do what is needed: {_said(error)}") from None
-        except errors.OutOfMemoryError as error:
-            raise Refuses(f"it is full, see its maxmemory: {_said(error)}") from None
-        except errors.ReadOnlyError as error:
-            raise Refuses(f"it is a read-only replica, give the primary's address: {_said(error)}") from None
-        except errors.MovedError as error:
-            raise Moved(str(error.host), int(error.port)) from None
-        except errors.BusyLoadingError as error:
-            raise Unreachable(f"it is loading its data: {_said(error)}") from None
-        except (errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, OSError) as error:
-            raise Unreachable(_said(error)) from None
-        except errors.RedisError as error:
-            reason = _said(error)
-            if "UNBLOCKED" in reason:
-                raise Unreachable(reason) from None
-            if "WRONGTYPE" in reason:
-                reason = f"somebody else's data is under the prefix {self._prefix}, choose another one: {reason}"
-            raise Refuses(reason) from None
+
+@contextlib.contextmanager
+def _told(prefix: str) -> Iterator[None]:
+    """The library's errors as this module's, in words for an operator."""
+    errors = _library().exceptions
+    try:
+        yield
+    except errors.AuthenticationError as error:
+        raise Refuses(f"it does not accept the user or password: {_said(error)}") from None
+    except errors.NoPermissionError as error:
+        raise Refuses(f"this user may not do what is needed: {_said(error)}") from None
+    except errors.OutOfMemoryError as error:
+        raise Refuses(f"it is full, see its maxmemory: {_said(error)}") from None
+    except errors.ReadOnlyError as error:
+        raise Refuses(f"it is a read-only replica, give the primary's address: {_said(error)}") from None
+    except errors.MovedError as error:
+        raise Moved(str(error.host), int(error.port)) from None
+    except errors.BusyLoadingError as error:
+        raise Unreachable(f"it is loading its data: {_said(error)}") from None
+    except (errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, OSError) as error:
+        raise Unreachable(_said(error)) from None
+    except errors.RedisError as error:
+        reason = _said(error)
+        if "UNBLOCKED" in reason:
+            raise Unreachable(reason) from None
+        if "WRONGTYPE" in reason:
+            reason = f"somebody else's data is under the prefix {prefix}, choose another one: {reason}"
+        raise Refuses(reason) from None
 
 
 def _said(error: Exception) -> str:

@@ -13,7 +13,7 @@ from ec_p2p.config import ConfigError
 from ec_p2p.control import valkey_scripts, valkey_server
 from ec_p2p.control.codec import encode
 from ec_p2p.control.messages import Announce, Changed, InstanceInfo, NodeDown, NodeUp
-from ec_p2p.control.valkey_server import Connection, Position, Refuses, parse
+from ec_p2p.control.valkey_server import Connection, Position, Refuses, Unreachable, parse
 from tests.control.harness import Loop, advert, node
 from tests.control.valkey_process import ValkeyProcess, needs_server
 
@@ -195,11 +195,22 @@ def test_another_life_of_the_server_is_another_epoch(server: ValkeyProcess, conn
     connection.announce(announce(1, 1), OLD)
     with server.client() as client:
         client.hset(server.key("about"), "run", "of another life")
-    assert connection.look().epoch != start.epoch
-    assert connection.look().epoch == connection.look().epoch
+    assert connection.look().epoch == start.epoch, "this connection has seen only one life"
+    with parse(server.endpoint).connect(5.0, 60.0) as later:
+        epoch = later.look().epoch
+    assert epoch != start.epoch
+    assert connection.look().epoch == epoch
     assert (connection.nodes(), held(connection)) == ([], {})
     assert not connection.announce(announce(2, 2), OLD)
     assert events(connection, Position(start.epoch, 0, 0)) == []
+
+
+def test_a_connection_ends_with_the_life_of_the_server(server: ValkeyProcess, connection: Connection) -> None:
+    connection.look()
+    server.kill()
+    server.start()
+    with pytest.raises(Unreachable):
+        connection.look()
 
 
 def test_every_key_goes_by_itself_once_nobody_is_there(server: ValkeyProcess, connection: Connection) -> None:
