@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from urllib.parse import urlsplit
 from pathlib import Path
 
 import msgspec
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.config_kinds import without_password
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.network import hosts, is_loopback
@@ -71,10 +73,10 @@ def node(config: Config) -> Finding:
 
 
 def _directory(config: Config, endpoint: str) -> Finding:
-    thing = f"directory {endpoint}"
-    host, _, port = endpoint.partition("://")[2].partition("/")[0].rpartition("@")[2].rpartition(":")
+    thing = f"directory {without_password(endpoint)}"
+    parts = urlsplit(endpoint)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_CONNECT_S):
             return ok(thing, "somebody listens there")
     except OSError as error:
         said = error.strerror or str(error)
