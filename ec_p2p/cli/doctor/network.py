@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import socket
-from urllib.parse import urlsplit
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
-from ec_p2p.config_kinds import without_password
 from ec_p2p.config import Config, ConfigError
+from ec_p2p.config_kinds import without_password
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.network import hosts, is_loopback
 
