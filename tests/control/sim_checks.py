@@ -113,9 +113,10 @@ class Checks:
         for node in self.fleet.nodes.values():
             incarnation = node.life.info.incarnation
             for identity, since in node.life.since.items():
-                if incarnation in found[identity]:
+                advert = found[identity].get(incarnation)
+                if advert and node.life.held_after(advert, since):
                     seen[incarnation, identity] = since
-                elif seen.get((incarnation, identity)) == since:
+                elif not advert and seen.get((incarnation, identity)) == since:
                     raise AssertionError(f"{follower.name} does not find {identity[:1].hex()} at {node.name}")
 
     # -------------------------------------------------------- with time

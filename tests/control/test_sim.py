@@ -79,7 +79,7 @@ def seeds(count: int) -> list[int]:
     return [random.randrange(1 << 32) for _ in range(RUNS)] if RUNS else list(range(count))
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_in_any_weather_it_is_right_and_in_time_it_is_whole(seed: int) -> None:
     chance = random.Random(seed)
     some = chance.sample(list(TROUBLE), chance.randint(1, len(TROUBLE)))
@@ -93,7 +93,7 @@ steps = st.tuples(st.sampled_from([*["wait", "change"] * 4, *WORK, *TROUBLE]), s
 
 
 @settings(
-    max_examples=RUNS or 15,
+    max_examples=RUNS or 20,
     derandomize=not RUNS,
     deadline=None,
     database=None,
@@ -105,7 +105,7 @@ def test_in_weather_that_hypothesis_makes(steps: list[Step], seed: int) -> None:
         play(checks, steps)
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_lookups_never_fail_because_of_a_directory(seed: int) -> None:
     """Directories die, come back empty, or stand still, one after the other or all at once; the nodes live."""
     chance = random.Random(seed)
@@ -114,7 +114,7 @@ def test_lookups_never_fail_because_of_a_directory(seed: int) -> None:
         play(checks, draw(chance, WORK | DIRECTORIES_END | {"pause_directory": 2}, 80))
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_the_dead_are_gone_in_five_seconds_and_those_who_leave_at_once(seed: int) -> None:
     chance = random.Random(seed)
     with simulated(seed) as checks:
