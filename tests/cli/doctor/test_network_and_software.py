@@ -48,6 +48,17 @@ def test_a_directory_that_runs_and_one_that_does_not() -> None:
     assert f"tcp://127.0.0.1:{free}" in findings[1].thing
 
 
+def test_a_server_that_others_run_is_looked_for_at_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = f"127.0.0.1:{listener.getsockname()[1]}"
+        endpoints = [f"valkey://me:hunter2@{there}/fleet", f"valkey://{there}?password_file=/run/secret"]
+        findings = network.directories(make_config({"directory": endpoints}))
+    assert [(finding.thing, finding.level) for finding in findings] == [
+        (f"directory valkey://...@{there}/fleet", Level.OK),
+        (f"directory {endpoints[1]}", Level.OK),
+    ]
+
+
 def test_an_address_for_this_host_only() -> None:
     finding = network.addresses(make_config({"ec_ip": "127.0.0.1"}))
     assert finding.level is Level.NOTE
