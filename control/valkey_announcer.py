@@ -37,13 +37,15 @@ _ANSWERS = 64
 
 
 class _Saying(NamedTuple):
-    """What goes to the thread, or comes back from it, and the number of the last hello before."""
+    """What goes to the thread. `hello` counts the hellos so far, itself included."""
 
     hello: int
     message: Hello | Announce | Heartbeat | Goodbye
 
 
 class _Answer(NamedTuple):
+    """What comes back, with the number of what it answers."""
+
     hello: int
     message: FromDirectory
 
