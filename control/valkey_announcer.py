@@ -29,8 +29,9 @@ from ec_p2p.control.messages import (
     NodeInfo,
     Welcome,
 )
+from ec_p2p.control.valkey_handover import ToLoop, ToThread
 from ec_p2p.control.valkey_server import Connection, Refuses, parse
-from ec_p2p.control.valkey_worker import ToLoop, ToThread, Worker
+from ec_p2p.control.valkey_worker import Worker
 
 _ON_THEIR_WAY = 2
 _ANSWERS = 64

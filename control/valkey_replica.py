@@ -27,8 +27,9 @@ from ec_p2p.control.follower import Follower
 from ec_p2p.control.interface import Pollable
 from ec_p2p.control.messages import Advert, Event, Events, InstanceInfo, NodeInfo, SnapshotChunk, SnapshotNode
 from ec_p2p.control.table import Table
+from ec_p2p.control.valkey_handover import ToLoop
 from ec_p2p.control.valkey_server import Connection, Position, parse
-from ec_p2p.control.valkey_worker import ToLoop, Worker
+from ec_p2p.control.valkey_worker import Worker
 
 log = logging.getLogger(__name__)
 
