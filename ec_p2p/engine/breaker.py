@@ -50,11 +50,11 @@ class Breaker:
 
     def refuses(self) -> bool:
         """Whether `admit` would say no; asking makes nobody the trial."""
-        return self.is_open and self._clock() < self._until
+        return self._delay_s > 0 and self._clock() < self._until
 
     def admit(self) -> bool:
         """Whether the caller may try now."""
-        if not self.is_open:
+        if not self._delay_s:
             return True
         with self._lock:
             if self.refuses():
@@ -66,7 +66,7 @@ class Breaker:
 
     def succeeded(self) -> bool:
         """True if this closed it. What was admitted before the failure does not."""
-        if not self.is_open:
+        if not self._delay_s:
             return False
         with self._lock:
             if not self._end_trial():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ec_p2p.engine import victims
 from ec_p2p.engine.arena import Arena, Slab
-from ec_p2p.engine.entry import Entry, layout_of
+from ec_p2p.engine.entry import Entry, Layout, layout_of
 from ec_p2p.engine.extents import Extent, Extents, OnSlab, SlabRefused, whole_pages
 from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check
 from ec_p2p.engine.policy import LRU, EvictionPolicy
@@ -199,15 +199,21 @@ class LocalCPUBackend:
         layout = layout_of(rows, dim, dtype)
         if nbytes != layout.nbytes or type(identity) is not bytes or len(identity) != IDENTITY_BYTES:
             check(identity, nbytes, rows, dim, dtype)  # says what is wrong
+        return self.publish_as(extent, identity, layout)
+
+    def publish_as(self, extent: Extent, identity: bytes, layout: Layout) -> Entry:
+        """`publish` for who knows the layout already, and has 32 bytes of identity."""
         size, offset, slot = layout.extent_bytes, extent.offset, extent.slot
         with self._lock:
-            self._extents.keep(extent, nbytes)
+            self._extents.keep(extent, layout.nbytes)
             old = self._index.get(identity)
             if old is not None:
                 self._extents.free_entry(offset, size, slot)
                 self._policy.touched(identity, old.extent_bytes)
                 return old
-            generation = self._table.publish(extent.record, identity, nbytes, rows, dim, dtype)
+            generation = self._table.publish(
+                extent.record, identity, layout.nbytes, layout.rows, layout.dim, layout.dtype
+            )
             entry = Entry(identity, layout, extent.slab, offset, slot, generation)
             self._index[identity] = self._by_offset[offset] = entry
             self._policy.added(identity, size)
@@ -215,6 +221,11 @@ class LocalCPUBackend:
             if self._on_stored is not None:
                 self._on_stored(entry)
             return entry
+
+    def publish_pinned(self, extent: Extent, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> Pin:
+        """`publish`, and a pin on what is then there, before anybody can evict it."""
+        with self._lock:
+            return self._pin(self.publish(extent, identity, nbytes, rows, dim, dtype))
 
     def release(self, extent: Extent) -> None:
         """Give back what remains of a reserved extent. Raises ExtentError if it is an entry or was freed before."""
@@ -297,13 +308,14 @@ class LocalCPUBackend:
 
         No plan would be better, and in a full tier most are of few sizes: nothing is freed to be searched for again.
         """
-        pins = self._pins
-        for victim in self._candidates():
+        index, pins = self._index, self._pins
+        for identity in self._policy.victims():
+            victim = index[identity]
             if victim not in pins:
                 break
         else:
             return None
-        if victim.extent_bytes != size:
+        if victim.layout.extent_bytes != size:
             return None
         self._hide(victim)
         self._used -= size

@@ -17,7 +17,7 @@ from ec_p2p.engine.breaker import Breaker
 from ec_p2p.engine.cpu import Pin
 from ec_p2p.engine.disk_index import DiskIndex, OnFiled, OnLost
 from ec_p2p.engine.examine import Examiner
-from ec_p2p.engine.filed import Abandoned, Damaged, Filed, path_of, write_file
+from ec_p2p.engine.filed import Abandoned, Damaged, Filed, fsync_folder, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 from ec_p2p.engine.scan import Scanner
@@ -36,10 +36,12 @@ CLOSE_S = 20.0
 _MOMENT_S = 0.1
 """What a thread may need to end that has nothing to do."""
 
+_HITS: Series = ("disk_reads", (("outcome", "hit"),))
+_READ_BYTES: Series = ("disk_read_bytes", ())
 _COUNTS: list[Series] = [
     ("disk_writes", ()),
     ("disk_written_bytes", ()),
-    ("disk_read_bytes", ()),
+    _READ_BYTES,
     ("disk_reads_refused", ()),
     ("disk_evictions", ()),
     ("disk_damaged", ()),
@@ -90,8 +92,7 @@ class LocalDiskBackend:
         self._read_breaker = Breaker()
         self._closed = False
         self._abandoned = False
-        self._reads = 0
-        self._reads_changed = threading.Condition()
+        self._close_lock = threading.Lock()
         self._aside = SetAside(self._files, self._root, self._index, self._tally)
         self._examiner = Examiner(
             self._files, self._root, self._index, self._aside, self._tally, lambda: self._abandoned
@@ -141,18 +142,18 @@ class LocalDiskBackend:
         filed, outcome = self._look(identity, into)
         if filed is not None:
             if filed.nbytes == len(into):
-                self._index.touched(identity)
-                self._tally.add("disk_read_bytes", len(into))
-            else:
-                filed, outcome = None, "miss"
+                self._tally.add_all((_HITS, 1.0), (_READ_BYTES, len(into)))
+                return filed
+            outcome = "miss"
         if outcome:
             self._tally.add("disk_reads", outcome=outcome)
-        return filed
+        return None
 
     def _look(self, identity: bytes, into: memoryview | None) -> tuple[Filed | None, str]:
         """What there is, and how the attempt ended: 'hit', 'miss', 'damaged', 'error', or '' if there was none."""
-        if not self._begin_read(identity):
+        if not self._index.begin_read(identity):
             return None, "miss"
+        used = False
         try:
             if not self._read_breaker.admit():
                 self._tally.add("disk_reads_refused")
@@ -178,24 +179,10 @@ class LocalDiskBackend:
                 self._read_breaker.undecided()
                 return None, "miss"
             self._succeed("read", self._read_breaker)
+            used = into is not None and filed.nbytes == len(into)
             return filed, "hit"
         finally:
-            self._end_read(identity)
-
-    def _begin_read(self, identity: bytes) -> bool:
-        """True: until `_end_read` the file is no victim, and `close` waits."""
-        with self._reads_changed:
-            if self._closed or not self._index.use(identity):
-                return False
-            self._reads += 1
-            return True
-
-    def _end_read(self, identity: bytes) -> None:
-        self._index.unuse(identity)
-        with self._reads_changed:
-            self._reads -= 1
-            if not self._reads:
-                self._reads_changed.notify_all()
+            self._index.end_read(identity, used)
 
     # ------------------------------------------------------------ writing
 
@@ -247,6 +234,8 @@ class LocalDiskBackend:
             try:
                 write_file(self._files, self._root, filed, payload, fsync=self._fsync, abandoned=self._queue.abandoned)
                 stands = filed
+                if self._fsync:
+                    fsync_folder(self._files, self._root, filed.identity)
             except OSError as error:
                 if not is_one_paths(self._files, self._root, error, TO_WRITE):
                     raise
@@ -254,8 +243,9 @@ class LocalDiskBackend:
                 return False
             finally:
                 self._index.settle(filed.file_bytes, stands)
-        self._tally.add("disk_writes")
-        self._tally.add("disk_written_bytes", filed.file_bytes)
+                if stands is not None:
+                    self._tally.add("disk_writes")
+                    self._tally.add("disk_written_bytes", filed.file_bytes)
         return True
 
     def _make_room(self, nbytes: int) -> bool:
@@ -317,18 +307,19 @@ class LocalDiskBackend:
         def left_s() -> float | None:
             return None if deadline is None else max(_MOMENT_S, deadline - time.monotonic())
 
-        with self._reads_changed:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True
+        self._index.refuse_reads()
         if not self._queue.close(left_s()):
             entries, nbytes = self._queue.queued_entries, self._queue.queued_bytes
             self._tally.add("disk_skipped", entries, reason="closed")
             logger.warning("%d entries of %d bytes were not written to %s in time", entries, nbytes, self._root)
-        with self._reads_changed:
-            self._abandoned = not self._reads_changed.wait_for(lambda: not self._reads, left_s())
+        reads = self._index.wait_reads(left_s())
+        self._abandoned = reads > 0
         if self._abandoned:
-            logger.warning("%d reads from %s did not end in time", self._reads, self._root)
+            logger.warning("%d reads from %s did not end in time", reads, self._root)
         if not self._scanner.close(left_s()):
             logger.warning("the scan of %s did not end in time", self._root)
 

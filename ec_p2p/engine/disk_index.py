@@ -45,13 +45,16 @@ class DiskIndex:
         self._aside_bytes = 0
         self._in_use: dict[bytes, int] = {}
         self._leaving: dict[bytes, int] = {}
+        self._reads = 0
+        self._reads_over = threading.Condition(self._lock)
+        self._refusing = False
         self._stuck: set[bytes] = set()
         """Files that could not be removed: no victims before `reconsider`."""
 
     # ------------------------------------------------------------ looking
 
     def find(self, identity: bytes) -> Filed | None:
-        state = self.state(identity)
+        state = self._shards[identity[0]].get(identity)
         return state if isinstance(state, Filed) else None
 
     def state(self, identity: bytes) -> State:
@@ -80,7 +83,8 @@ class DiskIndex:
 
     def know(self, filed: Filed) -> None:
         """The file of this entry stands. What was not counted before is the last to go."""
-        if self.find(filed.identity) == filed:
+        known = self.state(filed.identity)
+        if known is filed or known == filed:
             return
         with self._lock:
             if filed.identity not in self._leaving:
@@ -136,9 +140,40 @@ class DiskIndex:
 
     def unuse(self, identity: bytes) -> None:
         with self._lock:
-            self._in_use[identity] -= 1
-            if not self._in_use[identity]:
-                del self._in_use[identity]
+            users = self._in_use.pop(identity) - 1
+            if users:
+                self._in_use[identity] = users
+
+    def begin_read(self, identity: bytes) -> bool:
+        """`use`, until `end_read`. False also after `refuse_reads`."""
+        with self._lock:
+            if self._refusing or identity in self._leaving:
+                return False
+            self._in_use[identity] = self._in_use.get(identity, 0) + 1
+            self._reads += 1
+            return True
+
+    def end_read(self, identity: bytes, used: bool) -> None:
+        """`unuse`, and `touched` if the entry was `used`: it is found, and has been read whole."""
+        with self._lock:
+            users = self._in_use.pop(identity) - 1
+            if users:
+                self._in_use[identity] = users
+            if used and (state := self.state(identity)) is not None:
+                self._policy.touched(identity, file_bytes_of(state))
+            self._reads -= 1
+            if self._refusing and not self._reads:
+                self._reads_over.notify_all()
+
+    def refuse_reads(self) -> None:
+        with self._lock:
+            self._refusing = True
+
+    def wait_reads(self, timeout_s: float | None) -> int:
+        """After `refuse_reads`: wait for those that have begun; returns how many go on even so."""
+        with self._lock:
+            self._reads_over.wait_for(lambda: not self._reads, timeout_s)
+            return self._reads
 
     @contextmanager
     def using(self, identity: bytes) -> Iterator[bool]:

@@ -11,6 +11,7 @@ import torch
 from ec_p2p.config import Config
 from ec_p2p.engine.cpu import OutOfMemory, TooLarge
 from ec_p2p.engine.disk import CLOSE_S
+from ec_p2p.engine.entry import layout_of
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
 from ec_p2p.identity import CacheEngineKey, identities_in, stable_u64
@@ -37,7 +38,6 @@ class ECCacheEngine:
         self.model_name = model_name
         self.encoder_dtype = encoder_dtype
         self._dtype_name = dtype_name(encoder_dtype)
-        self._itemsize = encoder_dtype.itemsize
         self.namespace = namespace or f"{model_name}@{self._dtype_name}"
         self._identity_of = identities_in(self.namespace)
         self._owns_storage = storage_manager is None
@@ -66,7 +66,7 @@ class ECCacheEngine:
         what only the disk holds any more is copied in again, if there is room. False: no memory, either because what is
         in use leaves too little or because the tensor is larger than any extent; nothing was evicted. When it returns,
         the tensor may be overwritten; it never waits for the disk, to which the entry goes behind it. Raises ValueError
-        unless the tensor is 2-D.
+        unless the tensor is 2-D, with less than 2**32 of either.
         """
         shape = tensor.shape
         if len(shape) != 2:
@@ -77,10 +77,10 @@ class ECCacheEngine:
         if entry is not None:
             storage.offer(entry)
             return True
-        rows, dim = shape
-        nbytes = rows * dim * self._itemsize
+        # What can be done before the copy is: it leaves the processor's caches cold.
+        layout = layout_of(*shape, self._dtype_name)
         try:
-            extent = cpu.reserve(nbytes)
+            extent = cpu.reserve(layout.nbytes)
         except (TooLarge, OutOfMemory):
             return storage.disk is not None and storage.disk.find(identity) is not None
         try:
@@ -88,7 +88,7 @@ class ECCacheEngine:
         except BaseException:
             cpu.release(extent)
             raise
-        cpu.publish(extent, identity, nbytes, rows, dim, self._dtype_name)
+        cpu.publish_as(extent, identity, layout)
         return True
 
     def get(self, mm_hash: str, device: str | torch.device = "cpu") -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ec_p2p.engine.disk_index import DiskIndex, State, file_bytes_of
-from ec_p2p.engine.filed import Damaged, Filed, NotAFile, open_file, path_of, read_header, read_payload
+from ec_p2p.engine.filed import HEADER_BYTES, Damaged, Filed, NotAFile, open_file, path_of, read_header, read_whole
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
@@ -74,11 +74,11 @@ class Examiner:
     def _read(self, identity: bytes, into: memoryview | None, seen: State) -> Filed:
         fd, status = open_file(self._files, path_of(self._root, identity))
         try:
-            filed, digest = read_header(self._files, fd, identity, status.st_size)
-            if into is not None and len(into) == filed.nbytes:
-                if read_payload(self._files, fd, into, self._abandoned) != digest:
-                    raise Damaged("its payload is not what was written")
-                self._mark_used(fd, status)
+            if into is None or status.st_size != HEADER_BYTES + len(into):
+                return read_header(self._files, fd, identity, status.st_size)[0]
+            known = seen if isinstance(seen, Filed) else None
+            filed = read_whole(self._files, fd, identity, into, known, self._abandoned)
+            self._mark_used(fd, status)
             return filed
         except Damaged as damage:
             self._set_aside(identity, status, seen, damage)

@@ -171,8 +171,7 @@ class Extents:
         if not 0 <= nbytes <= extent.nbytes:
             raise ExtentError(f"{extent} cannot hold an entry of {nbytes} bytes")
         extent.life = ENTRY
-        needed = whole_pages(nbytes)
-        if needed < extent.nbytes:
+        if nbytes <= extent.nbytes - PAGE and (needed := whole_pages(nbytes)) < extent.nbytes:
             self._give(extent.offset + needed, extent.offset + extent.nbytes)
 
     def free(self, extent: Extent) -> None:

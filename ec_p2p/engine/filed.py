@@ -44,7 +44,7 @@ _SAFETENSORS = {
     "int64": "I64",
     "bool": "BOOL",
 }
-_LENGTH = (HEADER_BYTES - 8).to_bytes(8, "little")
+_LENGTH = (HEADER_BYTES - 8).to_bytes(8, "little").decode("latin-1")
 _OWN_NAMES = {name: name for name in _SAFETENSORS}
 
 _SUFFIX = ".safetensors"
@@ -54,6 +54,9 @@ _METADATA = re.compile(
     rb'"rows":"(\d{1,10})","dim":"(\d{1,10})","dtype":"(\w{1,20})","xxh3_128":"([0-9a-f]{32})"\}'
 )
 _TEMP = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]+\.tmp")
+
+# A pipe must not block us either.
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # Of a file system without locks: who writes a temporary file there cannot be known.
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -94,7 +97,8 @@ def folder_of(root: str, identity: bytes) -> str:
 
 
 def path_of(root: str, identity: bytes) -> str:
-    return f"{folder_of(root, identity)}/{identity.hex()}{_SUFFIX}"
+    name = identity.hex()
+    return f"{root}/{name[:2]}/{name}{_SUFFIX}"
 
 
 def identity_in(name: str) -> bytes | None:
@@ -115,12 +119,12 @@ def pack_header(filed: Filed, digest: str) -> bytes:
     """The first 4096 bytes of the file. `digest`: xxh3-128 of the payload, in hex."""
     # Nothing in it needs escaping, and a serializer would take longer than reading the file's first megabyte.
     text = (
-        f'{{"__metadata__":{{"format":"{FORMAT}","identity":"{filed.identity.hex()}",'
+        f'{_LENGTH}{{"__metadata__":{{"format":"{FORMAT}","identity":"{filed.identity.hex()}",'
         f'"rows":"{filed.rows}","dim":"{filed.dim}","dtype":"{filed.dtype}","xxh3_128":"{digest}"}},'
         f'"embedding":{{"dtype":"{_SAFETENSORS[filed.dtype]}","shape":[{filed.rows},{filed.dim}],'
         f'"data_offsets":[0,{filed.nbytes}]}}}}'
     )
-    return _LENGTH + text.encode().ljust(HEADER_BYTES - 8)
+    return text.encode("latin-1").ljust(HEADER_BYTES)
 
 
 def unpack_header(data: bytes, identity: bytes, file_bytes: int) -> tuple[Filed, str]:
@@ -149,8 +153,7 @@ def open_file(files: Files, path: str) -> tuple[int, os.stat_result]:
     """A descriptor to read `path` by, the caller's to close, and what it is of. Raises NotAFile, FileNotFoundError or
     another OSError."""
     try:
-        # A pipe must not block us either.
-        fd = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = files.open(path, _TO_READ)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise NotAFile(path) from None
@@ -168,33 +171,56 @@ def open_file(files: Files, path: str) -> tuple[int, os.stat_result]:
 def read_header(files: Files, fd: int, identity: bytes, file_bytes: int) -> tuple[Filed, str]:
     """The entry in an open file of `file_bytes`, and the digest its payload must have. Raises Damaged or OSError."""
     header = bytearray(HEADER_BYTES)
-    got = _read(files, fd, memoryview(header), 0)
+    got = _read(files, fd, 0, memoryview(header))
     return unpack_header(bytes(header[:got]), identity, file_bytes)
 
 
-def read_payload(files: Files, fd: int, into: memoryview, abandoned: Callable[[], bool]) -> str:
-    """Fill `into` with the payload of an open file; returns the digest of what was read, in hex.
+def read_whole(
+    files: Files, fd: int, identity: bytes, into: memoryview, known: Filed | None, abandoned: Callable[[], bool]
+) -> Filed:
+    """The entry in an open file that has as many bytes of payload as `into`, which is filled with them; verified.
 
-    Raises Damaged if the file ends too early, Abandoned (asked for between chunks), or OSError.
+    `known` is the entry that is expected, if one is: a header that is just that entry's need not be taken apart.
+    Raises Damaged, Abandoned (asked for before each chunk and after the last), or OSError.
     """
-    digest = xxhash.xxh3_128()
-    for at in range(0, len(into), CHUNK):
+    if abandoned():
+        raise Abandoned
+    # With the first chunk, since a call takes longer than the header does.
+    header, chunk = bytearray(HEADER_BYTES), into[:CHUNK]
+    wanted = HEADER_BYTES + len(chunk)
+    if files.preadv(fd, [header, chunk], 0) < wanted:  # not at once, at least
+        got = _read(files, fd, 0, memoryview(header), chunk)
+        if got < wanted:
+            unpack_header(bytes(header[:got]), identity, HEADER_BYTES + len(into))
+            raise Damaged("it ends before its payload does")
+    payload = xxhash.xxh3_128(chunk)
+    for at in range(CHUNK, len(into), CHUNK):
         if abandoned():
             raise Abandoned
         chunk = into[at : at + CHUNK]
-        if _read(files, fd, chunk, HEADER_BYTES + at) < len(chunk):
+        if _read(files, fd, HEADER_BYTES + at, chunk) < len(chunk):
             raise Damaged("it ends before its payload does")
-        digest.update(chunk)
-    return digest.hexdigest()
+        payload.update(chunk)
+    if abandoned():
+        raise Abandoned
+    digest = payload.hexdigest()
+    if known is not None and header == pack_header(known, digest):
+        return known
+    filed, right = unpack_header(bytes(header), identity, HEADER_BYTES + len(into))
+    if digest != right:
+        raise Damaged("its payload is not what was written")
+    return filed
 
 
-def _read(files: Files, fd: int, into: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(into):
-        got = files.preadv(fd, [into[done:]], offset + done)
-        if got == 0:
-            break
+def _read(files: Files, fd: int, offset: int, *buffers: memoryview) -> int:
+    """Fill the buffers one after the other; returns how many bytes there were, fewer only where the file ends."""
+    left, done = list(buffers), 0
+    while left and (got := files.preadv(fd, left, offset + done)):
         done += got
+        while left and got >= len(left[0]):
+            got -= len(left.pop(0))
+        if left:
+            left[0] = left[0][got:]
     return done
 
 
@@ -207,6 +233,7 @@ def write_file(
     """Put an entry's file in its place, in one step, over whatever file is there.
 
     Raises Abandoned or OSError with no trace left behind, except for what the operating system refuses to remove.
+    `fsync`: its bytes outlive a power failure; its name does so after `fsync_folder`.
     """
     folder = folder_of(root, filed.identity)
     # Only this folder, never its parents: a root that has vanished must not be made anew beneath its mount point.
@@ -233,9 +260,17 @@ def write_file(
                 files.unlink(temp)
             raise
     finally:
+        with suppress(OSError):  # where the file stands, all that a close can tell was told before
+            files.close(fd)
+
+
+def fsync_folder(files: Files, root: str, identity: bytes) -> None:
+    """Have the name of an entry's file outlive a power failure. On OSError the file stands, until there is one."""
+    fd = files.open(folder_of(root, identity), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        files.fsync(fd)
+    finally:
         files.close(fd)
-    if fsync:
-        _fsync_folder(files, folder)
 
 
 def _create_temp(files: Files, folder: str, identity: bytes) -> tuple[str, int]:
@@ -290,11 +325,3 @@ def _write(files: Files, fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += files.pwritev(fd, [data[done:]], offset + done)
-
-
-def _fsync_folder(files: Files, folder: str) -> None:
-    fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        files.fsync(fd)
-    finally:
-        files.close(fd)

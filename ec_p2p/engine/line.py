@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
-_FEW, _MANY = 16, 1024
+_FEW, _MANY = 16, 256
 """With fewer than the one at hand, a line looks up the other number of those in front."""
 
 Value = TypeVar("Value")

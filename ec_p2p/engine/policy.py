@@ -46,27 +46,24 @@ def make_policy(word: str) -> EvictionPolicy:
         raise ValueError(f"cache_policy={word!r}; accepted: {', '.join(POLICIES)}") from None
 
 
-class LRU:
+class LRU(Line[None]):
     """Least recently used first."""
 
-    def __init__(self) -> None:
-        self._line = Line[None]()
-
     def added(self, identity: bytes, nbytes: int) -> None:
-        self._line.join(identity, None)
+        self.join(identity, None)
 
     def restored(self, identity: bytes, nbytes: int) -> None:
-        self._line.join_in_front(identity, None)
+        self.join_in_front(identity, None)
 
     def touched(self, identity: bytes, nbytes: int) -> None:
-        self._line.leave(identity)
-        self._line.join(identity, None)
+        self.leave(identity)
+        self.join(identity, None)
 
     def removed(self, identity: bytes, nbytes: int) -> None:
-        self._line.leave(identity)
+        self.leave(identity)
 
     def victims(self) -> Iterator[bytes]:
-        return iter(self._line)
+        return iter(self)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}

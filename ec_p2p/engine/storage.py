@@ -54,7 +54,8 @@ class StorageManager:
         files: Files | None = None,
     ) -> None:
         self._on_stored = on_stored
-        self._stagings: dict[bytes, threading.Event] = {}
+        self._stagings: dict[bytes, threading.Event | None] = {}
+        """What is being brought in; an event where somebody waits for it. To make one takes as long as a small read."""
         self._lock = threading.Lock()
         self._closed = False
         self.disk: LocalDiskBackend | None = None
@@ -135,13 +136,7 @@ class StorageManager:
             try:
                 # It may have been brought in by a thread that was ready just before.
                 if self.cpu.peek(identity) is None:
-                    entry = self._read(identity, self.disk)
-                    if entry is None:
-                        return None
-                    # To borrow it, now that it is there, would be a second use.
-                    pin = self._pin(entry)
-                    if pin is not None:
-                        return pin
+                    return self._read(identity, self.disk)
             finally:
                 self._staged(identity)
         self.offer(pin.entry)
@@ -169,10 +164,10 @@ class StorageManager:
             return
         try:
             payload = self.arena.buffer[entry.offset : entry.offset + entry.nbytes]
+            pin = self.cpu.pin(entry)
         except ValueError:
-            return  # closed by another thread
-        pin = self._pin(entry)
-        if pin is not None and not self.disk.offer(pin, payload):
+            return  # closed, or evicted, by another thread
+        if not self.disk.offer(pin, payload):
             pin.close()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -193,8 +188,10 @@ class StorageManager:
             self.disk.close(timeout_s)
         self.arena.close()
         with self._lock:
-            for staging in self._stagings.values():
-                staging.set()  # who waits for a thread that hangs in the disk need not
+            for identity, ready in self._stagings.items():
+                # Who waits for a thread that hangs in the disk need not, nor who comes later.
+                ready = self._stagings[identity] = ready or threading.Event()
+                ready.set()
 
     def __enter__(self) -> StorageManager:
         return self
@@ -231,20 +228,22 @@ class StorageManager:
         """True: until `_staged` the caller alone may bring the entry in. False: another was about to, and is ready.
         Raises ValueError if all was closed meanwhile."""
         with self._lock:
-            other = self._stagings.get(identity)
-            if other is None:
-                self._stagings[identity] = threading.Event()
+            if identity not in self._stagings:
+                self._stagings[identity] = None
                 return True
-        other.wait()
+            ready = self._stagings[identity] = self._stagings[identity] or threading.Event()
+        ready.wait()
         _open = self.arena.buffer
         return False
 
     def _staged(self, identity: bytes) -> None:
         with self._lock:
-            self._stagings.pop(identity).set()
+            ready = self._stagings.pop(identity)
+        if ready is not None:
+            ready.set()
 
-    def _read(self, identity: bytes, disk: LocalDiskBackend) -> Entry | None:
-        """The entry, brought into the arena."""
+    def _read(self, identity: bytes, disk: LocalDiskBackend) -> Pin | None:
+        """The entry, brought into the arena and pinned: to borrow it, now that it is there, would be a second use."""
         for filed in self._found(identity, disk):
             extent = self.cpu.reserve(filed.nbytes)
             try:
@@ -253,23 +252,18 @@ class StorageManager:
                 self.cpu.release(extent)
                 raise
             if found is not None:
-                return self.cpu.publish(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
+                return self.cpu.publish_pinned(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
             self.cpu.release(extent)
         return None
 
     def _found(self, identity: bytes, disk: LocalDiskBackend) -> Iterator[Filed]:
         """What is on disk, to be read; once more if that failed because another node has put an entry of another size
         in its place."""
-        filed = disk.look(identity) if disk.find(identity) is None else disk.find_readable(identity)
+        filed = disk.find_readable(identity)
+        if filed is None and disk.find(identity) is None:
+            filed = disk.look(identity)
         if filed is not None:
             yield filed
             now = disk.find(identity)
             if now is not None and now.nbytes != filed.nbytes:
                 yield now
-
-    def _pin(self, entry: Entry) -> Pin | None:
-        """None: it was evicted by another thread."""
-        try:
-            return self.cpu.pin(entry)
-        except ValueError:
-            return None

@@ -22,9 +22,14 @@ class Tally:
         self._values: dict[Series, float] = dict.fromkeys(series, 0.0)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        series = (name, tuple(labels.items()))
+        self.add_all(((name, tuple(labels.items())), amount))
+
+    def add_all(self, *amounts: tuple[Series, float]) -> None:
+        """The same for several at once."""
+        values = self._values
         with self._lock:
-            self._values[series] = self._values.get(series, 0.0) + amount
+            for series, amount in amounts:
+                values[series] = values.get(series, 0.0) + amount
 
     def add_error(self, op: str, error: OSError) -> None:
         """Count an error of the disk under its symbolic name."""

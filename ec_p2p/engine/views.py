@@ -62,4 +62,4 @@ def copy_out(arena: Arena, offset: int, tensor: torch.Tensor) -> None:
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     # torch splits even a plain copy over its thread pool, and then waits for the slowest thread: 20 times a memcpy's
     # time at 1 MiB as soon as the cores are busy.
-    return tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()

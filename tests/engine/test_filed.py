@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from ec_p2p.engine.filed import (
     pack_header,
     path_of,
     read_header,
-    read_payload,
+    read_whole,
     sweep,
     unpack_header,
     write_file,
@@ -68,12 +69,18 @@ def opened(files: Files, path: str) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def read(path: Path, number: int = 7, files: Files = FILES) -> tuple[Filed, bytes]:
-    """The entry and its verified payload."""
+    """The entry and its verified payload. What one knows of it before makes no difference."""
     with opened(files, str(path)) as (fd, status):
-        filed, digest = read_header(files, fd, identity(number), status.st_size)
-        into = bytearray(filed.nbytes)
-        if read_payload(files, fd, memoryview(into), never) != digest:
-            raise Damaged("the payload")
+        into = memoryview(bytearray(max(0, status.st_size - HEADER_BYTES)))
+        try:
+            filed, _ = read_header(files, fd, identity(number), status.st_size)
+        except Damaged as damage:
+            for known in (None, entry(number=number)):
+                with pytest.raises(Damaged, match=re.escape(str(damage))):
+                    read_whole(files, fd, identity(number), into, known, never)
+            raise
+        for known in (filed, entry(3, 5, "uint8", number), None):
+            assert read_whole(files, fd, identity(number), into, known, never) == filed
     return filed, bytes(into)
 
 
@@ -161,6 +168,15 @@ def test_each_byte_of_the_header_counts() -> None:
     assert unpack_header(other, identity(7), entry().file_bytes) == (entry(), "0" * 32)
 
 
+def test_a_header_that_is_not_right_is_none_though_one_knows_the_entry(tmp_path: Path) -> None:
+    path = write(tmp_path, entry(), content(1, 2048))
+    good = path.read_bytes()
+    for at in (*range(0, 400, 7), *range(400, HEADER_BYTES, 400), HEADER_BYTES - 1):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(Damaged):
+            read(path)
+
+
 def test_each_byte_of_the_payload_counts(tmp_path: Path) -> None:
     filed = entry(1, 16, "uint8")
     path = write(tmp_path, filed, content(1, 16))
@@ -185,9 +201,10 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, entry(), content(1, 2048))
     with opened(FILES, str(path)) as (fd, status):
         filed, _ = read_header(FILES, fd, identity(7), status.st_size)
-        os.truncate(path, HEADER_BYTES + 100)
-        with pytest.raises(Damaged):
-            read_payload(FILES, fd, memoryview(bytearray(filed.nbytes)), never)
+        for nbytes in (HEADER_BYTES + 100, HEADER_BYTES, 100, 0):
+            os.truncate(path, nbytes)
+            with pytest.raises(Damaged, match="ends"):
+                read_whole(FILES, fd, identity(7), memoryview(bytearray(filed.nbytes)), filed, never)
 
 
 def header_with(text: bytes) -> bytes:
@@ -279,14 +296,17 @@ def test_whatever_fails_there_is_a_whole_file_or_none(tmp_path: Path) -> None:
                     raise os_error(number)
 
             before = descriptors()
-            with pytest.raises(OSError):
+            path = Path(path_of(str(tmp_path), filed.identity))
+            if "rename" in operations[:failing]:
+                assert operations[failing:] == ["close"]  # which can tell of nothing any more
                 write(tmp_path, filed, content(failing, 2048), Sick(fail), fsync=True)
+                assert read(path, failing) == (filed, content(failing, 2048))
+            else:
+                with pytest.raises(OSError):
+                    write(tmp_path, filed, content(failing, 2048), Sick(fail), fsync=True)
+                assert not path.exists()
             assert descriptors() == before
             assert not list(Path(folder_of(str(tmp_path), filed.identity)).glob(".*.tmp"))
-            path = Path(path_of(str(tmp_path), filed.identity))
-            if path.exists():
-                assert "rename" in operations[:failing]
-                assert read(path, failing) == (filed, content(failing, 2048))
             assert read(write(tmp_path, filed, content(failing, 2048)), failing)
             path.unlink()
 
@@ -306,8 +326,15 @@ def test_a_read_abandoned_between_chunks(tmp_path: Path) -> None:
     filed = entry(1, 2 * CHUNK, "uint8")
     into = bytearray(2 * CHUNK)
     with opened(FILES, str(write(tmp_path, filed, b"x" * 2 * CHUNK))) as (fd, _), pytest.raises(Abandoned):
-        read_payload(FILES, fd, memoryview(into), lambda: next(asked))
+        read_whole(FILES, fd, identity(7), memoryview(into), filed, lambda: next(asked))
     assert into == b"x" * CHUNK + bytes(CHUNK)
+
+
+def test_a_read_abandoned_while_the_last_chunk_hangs_finds_nothing(tmp_path: Path) -> None:
+    asked = iter([False, True])
+    path = write(tmp_path, entry(), content(1, 2048))
+    with opened(FILES, str(path)) as (fd, _), pytest.raises(Abandoned):
+        read_whole(FILES, fd, identity(7), memoryview(bytearray(2048)), entry(), lambda: next(asked))
 
 
 def test_the_root_is_never_made_anew(tmp_path: Path) -> None:
