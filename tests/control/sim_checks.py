@@ -143,6 +143,7 @@ class Checks:
                 assert incarnation not in nodes, f"{life.info.name} is still there"
         for node in self.fleet.nodes.values():
             if not node.process.paused and self.fleet.calm_since(node, host) + BOUND_S <= now:
+                assert node.announcers[self.fleet.hosts.index(host)].connected, node.name
                 self._is_told(node, replica, now - BOUND_S)
 
     def _is_told(self, node: Node, replica, before: float) -> None:

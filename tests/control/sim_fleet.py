@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ec_p2p.control import announcing, snapshots
+from ec_p2p.control import announcing, directory, replica, snapshots
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, InstanceInfo, NodeInfo
@@ -29,6 +29,9 @@ REST_S = 20.0
 SPANS_S = (0.3, 2.0, 4.5, 6.0, 15.0, 60.0)
 CONNECTED_S = 5.0 + 2.0 + 1.0
 """A dead connection is noticed, an attempt that is lost runs out, and the next is made."""
+READ_AT_ONCE = 400
+"""Bytes; two or three messages."""
+BURST_S = 5.0
 LOST_WITHIN_S = 2.0
 """What is to be lost or repeated, and has not been by then, will not be."""
 
@@ -242,6 +245,13 @@ class Fleet:
             now = node.life.held.get(identity)
             node.put(identity, self._next(identity, now[0].state if now else None))
 
+    def burst(self, a: int, b: int) -> None:
+        """Something changes all the time, for longer than anybody is silent."""
+        until = self.network.now + BURST_S
+        while self.network.now < until:
+            self.change(a, self.network.random.randrange(len(KEYS)))
+            self.network.run(0.1)
+
     def describe(self, a: int, b: int) -> None:
         node = self._node(a)
         if node:
@@ -312,6 +322,11 @@ class Fleet:
         name, host, endpoint = self._link(a)
         self.network.lose(name, endpoint, 1 + b % 4, LOST_WITHIN_S)
         self._disturb((name, host.name), LOST_WITHIN_S)
+        # So that it is something that matters.
+        if name == self.observer.name:
+            self.restart_observer(a, b)
+        elif b % 2:
+            self.change(self.places.index(name), b)
 
     def repeat(self, a: int, b: int) -> None:
         name, host, endpoint = self._link(a)
@@ -414,8 +429,10 @@ class Fleet:
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Announcements and snapshots in many messages, although there is little to tell."""
+    """Little is told at a time, and little of it read in a turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(announcing, "_BATCH", 2)
+        patch.setattr(directory, "_BYTES_PER_TURN", READ_AT_ONCE)
+        patch.setattr(replica, "_BYTES_PER_TURN", READ_AT_ONCE)
         patch.setattr(snapshots, "chunks", partial(chunks, adverts_per_chunk=24))
         yield
