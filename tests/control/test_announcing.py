@@ -6,8 +6,19 @@ import logging
 
 import pytest
 
-from ec_p2p.control.announcing import Announcing
-from ec_p2p.control.messages import PROTOCOL_VERSION, Announce, Heartbeat, Hello, HelloAgain, Welcome
+from ec_p2p.control.announcing import Announcing, Standing
+from ec_p2p.control.messages import (
+    PROTOCOL_VERSION,
+    Announce,
+    FromDirectory,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloAgain,
+    InstanceInfo,
+    Refused,
+    Welcome,
+)
 from tests.control.harness import advert, node
 
 HEARTBEAT_S, TIMEOUT_S = 1.0, 4.0
@@ -58,3 +69,105 @@ def test_one_that_has_forgotten_meanwhile_is(announcing: Announcing, answer: Hel
     assert said(announcing, 10.5) == [Hello(PROTOCOL_VERSION, node(1))]
     announcing.take(Welcome(PROTOCOL_VERSION, b"f" * 16, 1), 10.5)
     assert said(announcing, 10.5) == [Announce(node(1).incarnation, 1, [advert(1)], [])]
+
+
+def test_a_hello_without_an_answer_is_said_again_after_a_heartbeat() -> None:
+    announcing = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    announcing.store(advert(1))
+    for now in (0.0, 1.0, 2.0):
+        assert said(announcing, now) == [Hello(PROTOCOL_VERSION, node(1))]
+        assert announcing.standing is Standing.GREETED
+        assert said(announcing, now + 0.9) == []
+    announcing.take(WELCOME, 2.9)
+    assert said(announcing, 2.9) == [Announce(node(1).incarnation, 1, [advert(1)], [])]
+
+
+def test_what_answers_to_the_time_before_the_last_hello_says_nothing(announcing: Announcing) -> None:
+    announcing.take(HelloAgain(EPOCH), 0.5)
+    assert said(announcing, 0.5) == [Hello(PROTOCOL_VERSION, node(1))]
+    announcing.take(HelloAgain(EPOCH), 0.6)
+    assert said(announcing, 0.6) == []
+    announcing.take(WELCOME, 0.7)
+    assert said(announcing, 0.7) == [Announce(node(1).incarnation, 1, [advert(1)], [])]
+
+
+def test_of_an_entry_only_the_last_change_is_said(announcing: Announcing) -> None:
+    announcing.store(advert(1, generation=2))
+    announcing.store(advert(2))
+    announcing.withdraw(advert(2).identity)
+    announcing.withdraw(b"never held".ljust(32))
+    announcing.store(advert(1, generation=3))
+    assert announcing.pending == 2
+    incarnation = node(1).incarnation
+    assert said(announcing, 0.5) == [Announce(incarnation, 2, [advert(1, generation=3)], [advert(2).identity])]
+    assert announcing.pending == 0
+
+
+def test_one_that_always_has_something_to_say_still_asks_whether_it_is_heard(announcing: Announcing) -> None:
+    for tenth in range(1, 100):
+        now = tenth / 10
+        announcing.store(advert(1, generation=tenth))
+        for message in said(announcing, now):
+            if isinstance(message, Heartbeat):
+                announcing.take(WELCOME, now)
+        assert announcing.connected(now)
+
+
+def test_what_changes_until_the_welcome_is_said_after_it_as_it_is_then() -> None:
+    announcing = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    engine = InstanceInfo("engine", "both", "ab")
+    announcing.store(advert(1))
+    announcing.store(advert(2))
+    announcing.withdraw(advert(1).identity)
+    announcing.describe([engine])
+    assert announcing.pending == 1
+    said(announcing, 0.0)
+    announcing.take(WELCOME, 0.0)
+    assert said(announcing, 0.0) == [Announce(node(1).incarnation, 1, [advert(2)], [], [engine])]
+
+
+@pytest.mark.parametrize("answer", [Refused("no"), Welcome(PROTOCOL_VERSION + 1, EPOCH, 1)])
+def test_one_that_is_refused_asks_again_after_a_while(
+    announcing: Announcing, answer: FromDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    for now in (10.0, 20.0, 30.0):
+        announcing.take(answer, now)
+        assert announcing.refused
+        assert said(announcing, now + 9.9) == []
+        assert said(announcing, now + 10.0) == [Hello(PROTOCOL_VERSION, node(1))]
+    assert len(caplog.messages) == 1
+    announcing.take(WELCOME, 40.0)
+    assert announcing.refused == ""
+    assert said(announcing, 40.0) == [Announce(node(1).incarnation, 1, [advert(1)], [])]
+
+
+def test_a_goodbye_is_said_as_soon_as_there_was_a_hello() -> None:
+    """The hello may have arrived, and its welcome be on its way."""
+    announcing = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    said(announcing, 0.0)
+    assert announcing.leave() == Goodbye(node(1).incarnation)
+
+
+def test_a_goodbye_is_said_while_everything_is_being_said_again(announcing: Announcing) -> None:
+    announcing.take(HelloAgain(EPOCH), 0.5)
+    assert announcing.leave() == Goodbye(node(1).incarnation)
+
+
+def test_after_the_goodbye_nothing_is_said(announcing: Announcing) -> None:
+    assert announcing.leave() == Goodbye(node(1).incarnation)
+    announcing.store(advert(2))
+    for answer in (WELCOME, HelloAgain(EPOCH), Refused("no")):
+        announcing.take(answer, 1.0)
+    assert said(announcing, 100.0) == []
+    assert announcing.next_event() == float("inf")
+    assert not announcing.connected(1.0)
+    assert announcing.leave() is None
+
+
+def test_whoever_does_not_know_the_node_gets_no_goodbye() -> None:
+    strange = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    assert strange.leave() is None
+    refused = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    said(refused, 0.0)
+    refused.take(Refused("no"), 0.1)
+    assert refused.leave() is None
