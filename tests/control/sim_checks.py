@@ -108,15 +108,16 @@ class Checks:
         self._held[key] = held
 
     def _nothing_is_lost(self, follower: Follower, found: dict[bytes, dict[bytes, Advert]]) -> None:
-        """What a lookup has found it finds, as long as the node lives and holds it."""
+        """What every directory that is followed has told of is found, as long as the node lives and holds it."""
         seen = self._found.setdefault(id(follower), {})
+        fresh = [replica for replica in follower.view.replicas if replica.fresh]
         for node in self.fleet.nodes.values():
             incarnation = node.life.info.incarnation
             for identity, since in node.life.since.items():
-                advert = found[identity].get(incarnation)
-                if advert and node.life.held_after(advert, since):
+                told = [dict(replica.lookup(identity)).get(node.life.info) for replica in fresh]
+                if told and all(advert and node.life.held_after(advert, since) for advert in told):
                     seen[incarnation, identity] = since
-                elif not advert and seen.get((incarnation, identity)) == since:
+                if seen.get((incarnation, identity)) == since and incarnation not in found[identity]:
                     raise AssertionError(f"{follower.name} does not find {identity[:1].hex()} at {node.name}")
 
     # -------------------------------------------------------- with time
