@@ -1,0 +1,91 @@
+"""Tensor and data parallelism, for real: one save, one arena and one fetch, however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from chat import ask, chat_body
+from fleet import Fleet, Host, Server
+from processes import until
+
+from ec_p2p.cli.following import Following
+from ec_p2p.config import make_config
+from tests.e2e.counting import Change, salted
+from tests.e2e.rig import encode, entry_bytes, inspect, looking_into
+
+Image = Callable[..., str]
+
+pytestmark = pytest.mark.nixl
+
+TWO_RANKS = ("--tensor-parallel-size", "2")
+TWO_ENGINES = ("--data-parallel-size", "2")
+
+
+def counted(fleet: Fleet, host: Host, counter: str) -> int:
+    """The node's counter of this name, over all its labels."""
+    with looking_into(fleet, host) as client:
+        counters = inspect(client).counters
+    return int(sum(value for name, value in counters.items() if name.partition("{")[0] == counter))
+
+
+def settles(fleet: Fleet, host: Host, counter: str, value: int) -> None:
+    until(lambda: counted(fleet, host, counter) >= value, f"{value} {counter} on {host.label}", timeout_s=15)
+    assert counted(fleet, host, counter) == value
+
+
+def told(fleet: Fleet, host: Host) -> tuple[list[bytes], list[str]]:
+    """What the directory knows of a host's node: its entries, and the instances there."""
+    with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:
+        assert following.catch_up(10.0) == []
+        (replica,) = following.view.replicas
+        (node,) = (node for node in replica.nodes() if node.name == host.node_name)
+        held_there = [advert.identity for advert in replica.held_by(node.incarnation)]
+        return held_there, [instance.name for instance in replica.instances(node.incarnation)]
+
+
+def held(fleet: Fleet, host: Host, identity: bytes) -> bytes | None:
+    """The bytes of an entry, copied from the arena of a host."""
+    with looking_into(fleet, host) as client:
+        return entry_bytes(client, identity)
+
+
+def test_two_ranks_encode_and_two_ranks_load(own: Fleet, plain: Server, fresh_image: Image) -> None:
+    one, other = own.host("one"), own.host("other")
+    producer = own.server("encoder", one, own.connector("ec_producer", one), TWO_RANKS)
+    own.wait_ready([producer])
+    consumer = own.server("consumer", other, own.connector("ec_consumer", other), TWO_RANKS)
+    own.wait_ready([consumer])
+    image = fresh_image()
+    encode(producer.url, chat_body("encode", [image]))
+    settles(own, one, "saves", 1)
+    change, body = Change(consumer), salted("two ranks", image)
+    answer = ask(consumer.url, body)
+    change.settles(answered=1, encodes=0, landed_remote=1, landed_local=0, missing=0)
+    settles(own, other, "fetches", 1)
+    (identity,), instances = told(own, one)
+    assert len(instances) == 1, "two ranks are one instance"
+    original = held(own, one, identity)
+    assert original is not None
+    assert held(own, other, identity) == original
+    # A rank that had loaded other bytes than the other would have talked the sum of both into another answer.
+    assert answer.text == ask(plain.url, body).text
+
+
+def test_two_engines_of_one_server_share_one_fetch(own: Fleet, plain: Server, fresh_image: Image) -> None:
+    one, other = own.host("one"), own.host("other")
+    producer = own.server("encoder", one, own.connector("ec_producer", one), TWO_ENGINES)
+    own.wait_ready([producer])
+    consumer = own.server("consumer", other, own.connector("ec_consumer", other), TWO_ENGINES)
+    own.wait_ready([consumer])
+    images = [fresh_image(), fresh_image()]
+    for image in images:
+        encode(producer.url, chat_body("encode", [image]))
+    settles(own, one, "saves", 2)
+    change = Change(consumer)
+    for turn in range(4):
+        body = salted(f"turn {turn}", *images)
+        assert ask(consumer.url, body).text == ask(plain.url, body).text
+    change.settles(answered=4, encodes=0, missing=0, landed_remote=2)
+    settles(own, other, "fetches", 2)
+    assert len(set(told(own, other)[1])) == 2, "each engine is an instance of its own"
