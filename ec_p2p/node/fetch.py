@@ -6,8 +6,10 @@ not validated, nor free memory that a library may still write into. One fetch pe
     NEXT_HOLDER --arena has room--> CONNECTING, --has none--> WAITING_MEMORY --some was freed--> CONNECTING
     CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same generation and identity--> (landed)
     CONNECTING --only on the holder's disk--> STAGING --the holder answers where it is--> CONNECTING
-    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> NEXT_HOLDER, or (failed)
-    WAITING_MEMORY --nobody wants it any more, or nobody as late as this--> (failed)
+    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> NEXT_HOLDER, or GIVEN_UP
+    NEXT_HOLDER --there is none--> GIVEN_UP
+    WAITING_MEMORY --nobody wants it any more, or nobody as late as this, or it can never fit--> GIVEN_UP
+    GIVEN_UP --> (failed)
 
 The record of the extent is read only after its payload has arrived. The holder invalidates the record before it lets
 the extent be written again, so an unchanged record proves that the payload was whole all the time it was being read.
@@ -40,6 +42,7 @@ class Stage(Enum):
     STAGING = "waiting for the holder's disk"
     PAYLOAD = "reading the payload"
     RECORD = "reading the record"
+    GIVEN_UP = "about to fail"
 
 
 Holder = tuple[NodeInfo, Advert]
@@ -56,6 +59,7 @@ class Fetch:
         "identity",
         "posted_at",
         "reading",
+        "reason",
         "source",
         "stage",
         "stage_deadline",
@@ -74,6 +78,8 @@ class Fetch:
         self.advert: Advert = holders[0][1]
         self.extent: Extent | None = None
         self.reading: Reading | None = None
+        self.reason = ""
+        """Why it is given up."""
 
 
 class Fetches:
@@ -115,11 +121,6 @@ class Fetches:
         return len(self._fetches)
 
     @property
-    def transfers(self) -> int:
-        """READs in flight: while there are any, `progress` wants to be called again soon."""
-        return sum(fetch.reading is not None for fetch in self._fetches.values())
-
-    @property
     def newest_transfer_at(self) -> float:
         """When the newest READ in flight was posted; infinity while one wants to be polled without a pause."""
         return max(
@@ -136,11 +137,14 @@ class Fetches:
         return sum(extent.nbytes for _, extent in self._quarantine)
 
     def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
-        """Have an entry fetched that some nodes advertise, in memory or on disk, from the next `turn` on. There must be
-        no fetch of it, and a holder."""
+        """Have an entry fetched that some nodes advertise, in memory or on disk. There must be no fetch of it, and a
+        holder. READs may be on their way when this returns; what comes of them is for the next `turn`."""
         fetch = Fetch(identity, list(holders), now, give_up_at)
         self._fetches[identity] = fetch
         self._started.append(fetch)
+        self._next_holder(fetch, now)
+        if fetch.stage is Stage.PAYLOAD and fetch.reading is not None:
+            self._poll(fetch, fetch.reading, now)  # a small one may be done: then the record's READ is on its way
 
     def extend(self, identity: bytes, give_up_at: float) -> None:
         """Somebody who joins a running fetch may be more patient than those before."""
@@ -176,20 +180,18 @@ class Fetches:
                 self._drive(fetch, now)
 
     def turn(self, now: float) -> None:
-        """Begin what was started, and look after what is in flight."""
+        """Look after what was started, and what is in flight."""
         for _ in range(len(self._started)):
             self._drive(self._started.popleft(), now)
-        if self.transfers:
+        if any(fetch.reading is not None for fetch in self._fetches.values()):
             self.progress(now)
 
     def progress(self, now: float) -> None:
         """Look after everything, and end what has taken too long."""
         for fetch in list(self._fetches.values()):
-            if fetch.reading is not None:
-                self._poll(fetch, now)
-            elif fetch.stage is Stage.WAITING_MEMORY:
+            if fetch.stage is Stage.WAITING_MEMORY:
                 if not self._still_wanted(fetch.identity) or now >= fetch.give_up_at:
-                    self._fail(fetch, "no_memory")
+                    self._give_up(fetch, "no_memory")
             elif fetch.stage is Stage.CONNECTING and now >= fetch.stage_deadline:
                 self._failed_holder(fetch, "connect_timeout", now)
             elif fetch.stage is Stage.STAGING and now >= fetch.stage_deadline:
@@ -218,14 +220,22 @@ class Fetches:
     # -------------------------------------------------------- stages
 
     def _drive(self, fetch: Fetch, now: float) -> None:
-        """Try holders until one is being waited for, or has delivered, or none is left. A loop: a popular entry may
-        have as many holders as there are nodes, and all of them may fail at once."""
-        while fetch.stage is Stage.NEXT_HOLDER and self._fetches.get(fetch.identity) is fetch:
-            if fetch.holders:
-                fetch.source, fetch.advert = fetch.holders.pop(0)
-                self._allocate(fetch, now)
-            else:
-                self._fail(fetch, "failed")
+        """Go on until something is to be waited for, or it has ended, which is told. A loop: a popular entry may have
+        as many holders as there are nodes, and all of them may fail at once."""
+        while self._fetches.get(fetch.identity) is fetch:
+            if fetch.stage is Stage.NEXT_HOLDER:
+                self._next_holder(fetch, now)
+            elif fetch.stage is Stage.GIVEN_UP:
+                self._fail(fetch)
+            elif fetch.reading is None or not self._poll(fetch, fetch.reading, now):
+                return
+
+    def _next_holder(self, fetch: Fetch, now: float) -> None:
+        if fetch.holders:
+            fetch.source, fetch.advert = fetch.holders.pop(0)
+            self._allocate(fetch, now)
+        else:
+            self._give_up(fetch, "failed")
 
     def _allocate(self, fetch: Fetch, now: float) -> None:
         needed = landing_bytes(fetch.advert.nbytes)
@@ -236,7 +246,7 @@ class Fetches:
             try:
                 fetch.extent = self._memory.reserve(needed)
             except TooLarge:
-                self._fail(fetch, "too_large")
+                self._give_up(fetch, "too_large")
                 return
             except OutOfMemory:
                 fetch.stage = Stage.WAITING_MEMORY
@@ -250,9 +260,9 @@ class Fetches:
     def _memory_freed(self, fetch: Fetch, now: float) -> None:
         if self._still_wanted(fetch.identity):
             self._allocate(fetch, now)
-            self._drive(fetch, now)
         else:
-            self._fail(fetch, "no_memory")
+            self._give_up(fetch, "no_memory")
+        self._drive(fetch, now)
 
     def _connect(self, fetch: Fetch, now: float) -> None:
         peer, advert = self._peers.get(fetch.source.incarnation), fetch.advert
@@ -291,18 +301,17 @@ class Fetches:
         except TransportError as error:
             logger.info("READ from %s refused: %s", fetch.source.name, error)
             self._failed_holder(fetch, "refused", now)
-            return
-        self._poll(fetch, now)
 
-    def _poll(self, fetch: Fetch, now: float) -> None:
-        assert fetch.reading is not None
-        state = fetch.reading.poll()
+    def _poll(self, fetch: Fetch, reading: Reading, now: float) -> bool:
+        """Whether there is more to do than to wait for the READ."""
+        state = reading.poll()
         if state is State.POSTED:
-            if now >= fetch.stage_deadline:
-                self._drop_landing(fetch)
-                self._failed_holder(fetch, "late", now)
-            return
-        fetch.reading.release()
+            if now < fetch.stage_deadline:
+                return False
+            self._drop_landing(fetch)
+            self._failed_holder(fetch, "late", now)
+            return True
+        reading.release()
         fetch.reading = None
         if state is State.FAILED:
             self._failed_holder(fetch, "disconnected", now)
@@ -310,6 +319,7 @@ class Fetches:
             self._post(fetch, Stage.RECORD, now)
         else:
             self._validate(fetch, now)
+        return True
 
     def _validate(self, fetch: Fetch, now: float) -> None:
         assert fetch.extent is not None
@@ -339,15 +349,19 @@ class Fetches:
     def _failed_holder(self, fetch: Fetch, why: str, now: float) -> None:
         self._counters.add("fetches", outcome=why, peer=fetch.source.name)
         if now >= fetch.give_up_at:
-            self._fail(fetch, "deadline")
+            self._give_up(fetch, "deadline")
         else:
             fetch.stage = Stage.NEXT_HOLDER
 
-    def _fail(self, fetch: Fetch, reason: str) -> None:
+    def _give_up(self, fetch: Fetch, reason: str) -> None:
+        fetch.stage = Stage.GIVEN_UP
+        fetch.reason = reason
+
+    def _fail(self, fetch: Fetch) -> None:
         self._memory.leave(fetch)
         self._drop_landing(fetch)
         del self._fetches[fetch.identity]
-        self._on_failed(fetch.identity, reason)
+        self._on_failed(fetch.identity, fetch.reason)
 
     def _drop_landing(self, fetch: Fetch) -> None:
         """Release the landing memory now, or, while a READ may still write into it, when the library is sure."""

@@ -3,7 +3,7 @@
 Owns the poll, the map from a descriptor or socket to the part that listens to it, and the order of a turn. It must
 never know what the parts do, nor end because one of them fails.
 
-    sleep until something can be heard or is due --> hear --> tick, where it is due --> turn
+    sleep until something can be heard or is due --> hear --> turn --> tick, where it is due
 
 A part that raises has the error counted, and logged once per kind. Then it, or what it was to hear, is left alone until
 about the next tick: an error that comes every time must not become a loop that never sleeps.
@@ -27,8 +27,8 @@ _POLL_AGAIN_S = 0.05
 """How soon the poll is tried again after it has failed itself."""
 
 
-def _nothing(_: Any) -> tuple[()]:
-    return ()
+def _nothing(_: Any) -> None:
+    pass
 
 
 class Part(NamedTuple):
@@ -39,12 +39,12 @@ class Part(NamedTuple):
     """The descriptors and ZMQ sockets that it listens to now."""
     hear: Callable[[Any], object] = _nothing
     """Called with one of them when there is something to read."""
-    tick: Callable[[float], object] = _nothing
-    """Regular work, with the time: every TICK_S, and when a deadline of any part has passed."""
     turn: Callable[[float], object] = _nothing
     """What cannot wait for a tick, with the time: once at every turn, after all was heard."""
-    deadlines: Callable[[float], Iterable[float]] = _nothing
-    """Given the time, when there will be something to do although nothing is heard. One in the past is at once."""
+    tick: Callable[[float], object] = _nothing
+    """Regular work, with the time: every TICK_S, and when a deadline of any part has passed."""
+    deadlines: Callable[[], Iterable[float]] = tuple
+    """When there will be something to do although nothing is heard. One in the past is at once."""
     unheard_since: Callable[[], float] | None = None
     """When that was begun which is in flight and of whose end nothing tells: see Pacing.wait."""
 
@@ -54,9 +54,11 @@ class Loop:
 
     def __init__(self, parts: Sequence[Part], on_error: Callable[[], None]) -> None:
         self._parts = parts
-        # A turn may be 10 us: nobody is asked who has nothing to say.
-        self._turning = [part for part in parts if part.turn is not _nothing]
-        self._ticking = [part for part in parts if part.tick is not _nothing]
+        # While a READ is in flight, turns follow each other within microseconds: nobody is asked who has nothing to do.
+        self._ticks = [(part, part.tick) for part in parts if part.tick is not _nothing]
+        self._turns = [(part, part.turn) for part in parts if part.turn is not _nothing]
+        self._bounding = [part for part in parts if part.deadlines is not tuple]
+        self._unheard = [part for part in parts if part.unheard_since is not None]
         self._on_error = on_error
         self._pacing = Pacing()
         self._poller = zmq.Poller()
@@ -78,13 +80,11 @@ class Loop:
         now = time.monotonic()
         for target in ready:
             self._hear(target, now)
+        self._work(self._turns, now)
         if self._pacing.tick_due(now):
-            for part in self._ticking:
-                self._work(part, part.tick, now)
+            self._work(self._ticks, now)
             # Parts open and close sockets in their ticks; a set comparison is cheap.
             self._watch_again = True
-        for part in self._turning:
-            self._work(part, part.turn, now)
 
     # -------------------------------------------------------- sleeping
 
@@ -93,7 +93,7 @@ class Loop:
             if self._watch_again:
                 self._watch(time.monotonic())
             ready = self._pacing.wait(self._poller, self._unheard_since(), self._next_deadline)
-        except Exception as error:  # a socket that is closed and still polled, for one
+        except Exception as error:  # a part may have named something that cannot be polled
             self._failed("poll", error)
             self._targets = {}
             self._watch_again = True
@@ -116,18 +116,21 @@ class Loop:
 
     def _unheard_since(self) -> float:
         now = time.monotonic()
-        return max(
-            (part.unheard_since() for part in self._parts if part.unheard_since and not self._rests(part, now)),
-            default=0.0,
-        )
+        newest = 0.0
+        for part in self._unheard:
+            assert part.unheard_since is not None
+            if not (self._resting and self._rests(part, now)):
+                newest = max(newest, part.unheard_since())
+        return newest
 
     def _next_deadline(self, now: float) -> float:
         deadline = float("inf")
-        for part in self._parts:
-            if part.deadlines is _nothing or self._rests(part, now):
+        for part in self._bounding:
+            if self._resting and self._rests(part, now):
                 continue
             try:
-                deadline = min(deadline, min(part.deadlines(now), default=deadline))
+                for candidate in part.deadlines():
+                    deadline = min(deadline, candidate)
             except Exception as error:
                 self._rest(part, error, now)
         return deadline
@@ -145,16 +148,17 @@ class Loop:
             self._deaf[target] = now + TICK_S
             self._watch_again = True
 
-    def _work(self, part: Part, work: Callable[[float], object], now: float) -> None:
-        if self._rests(part, now):
-            return
-        try:
-            work(now)
-        except Exception as error:
-            self._rest(part, error, now)
+    def _work(self, works: list[tuple[Part, Callable[[float], object]]], now: float) -> None:
+        for part, work in works:
+            if self._resting and self._rests(part, now):
+                continue
+            try:
+                work(now)
+            except Exception as error:
+                self._rest(part, error, now)
 
     def _rests(self, part: Part, now: float) -> bool:
-        return bool(self._resting) and now < self._resting.get(part.name, 0.0)
+        return now < self._resting.get(part.name, 0.0)
 
     def _rest(self, part: Part, error: Exception, now: float) -> None:
         self._failed(part.name, error)

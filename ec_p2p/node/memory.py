@@ -10,7 +10,7 @@ evicted, nor for how long somebody waits: who runs out of patience leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.extents import Extent
@@ -79,7 +79,6 @@ class Memory:
                 self.freed()
                 raise
 
-    @property
-    def pending(self) -> bool:
-        """Whether `progress` would wake somebody."""
-        return self._freed and bool(self._waiting)
+    def deadlines(self) -> Iterable[float]:
+        """At once, when `progress` would wake somebody."""
+        return (0.0,) if self._freed and self._waiting else ()

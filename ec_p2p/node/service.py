@@ -244,7 +244,7 @@ class Node:
                 "fetches",
                 tick=self._fetches.progress,
                 turn=self._fetches.turn,
-                deadlines=lambda now: self._fetches.deadlines(),
+                deadlines=self._fetches.deadlines,
                 # A transport with sockets wakes the poll; one without has to be asked.
                 unheard_since=lambda: 0.0 if self.transport.sockets() else self._fetches.newest_transfer_at,
             ),
@@ -252,12 +252,12 @@ class Node:
                 "staging",
                 tick=self._staging.progress,
                 turn=self._staging.turn,
-                deadlines=lambda now: self._staging.deadlines(),
+                deadlines=self._staging.deadlines,
             ),
-            Part("memory", turn=self._memory.progress, deadlines=lambda now: [now] if self._memory.pending else []),
+            Part("memory", turn=self._memory.progress, deadlines=self._memory.deadlines),
             Part("clients", self._sessions.poll_targets, self._hear_client, tick=self._sessions.tick),
             Part("peers", self._peers.poll_targets, self._peers.on_ready, tick=self._peers.tick),
-            Part("wants", tick=self._wants.tick, deadlines=lambda now: self._wants.deadlines()),
+            Part("wants", tick=self._wants.tick, deadlines=self._wants.deadlines, turn=self._wants.turn),
             Part("saving", tick=self._saving.tick),
             Part("life", tick=self._leave_if_lonely),
             Part("pulse", tick=lambda now: self._pulse.beat()),
@@ -267,7 +267,7 @@ class Node:
                 self._links.on_ready,
                 tick=self._links.tick,
                 turn=self._links.flush,
-                deadlines=lambda now: [self._links.next_tick(now)],
+                deadlines=lambda: [self._links.next_tick(0.0)],
             ),
         ]
 

@@ -94,6 +94,7 @@ class Wants:
         self._readers_ready = readers_ready
         self._waiting: dict[tuple[int, int], Waiting] = {}
         self._by_identity: dict[bytes, set[tuple[tuple[int, int], int]]] = defaultdict(set)
+        self._begun: list[Waiting] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -108,12 +109,23 @@ class Wants:
             for index in range(len(want.items)):
                 self._missing(waiting, index, "no_readers")
         else:
-            for index in self._refuse_what_cannot_fit(waiting):
-                self._try(waiting, index, now)
+            # First what is here: it is leased before a fetch of the others makes room for itself.
+            absent = [index for index in self._refuse_what_cannot_fit(waiting) if not self._answer_here(waiting, index)]
+            for index in absent:
+                self._seek(waiting, index, now)
         for index in waiting.open:
             self._by_identity[want.items[index].identity].add(((session.sid, want.want), index))
-            self._send(session, Pending(want.want, index, self._why(waiting, want.items[index].identity)))
+        if waiting.open:
+            self._begun.append(waiting)
         self._retire(waiting)
+
+    def turn(self, now: float) -> None:
+        """Tell what is not answered at once: after everything has begun that it waits for, which is more urgent."""
+        begun, self._begun = self._begun, []
+        for waiting in begun:
+            for index in waiting.open:
+                why = self._why(waiting, waiting.want.items[index].identity)
+                self._send(waiting.session, Pending(waiting.want.want, index, why))
 
     def forget(self, session: Session, want: int) -> None:
         waiting = self._waiting.pop((session.sid, want), None)
@@ -210,12 +222,12 @@ class Wants:
         return 0
 
     def _try(self, waiting: Waiting, index: int, now: float) -> None:
+        if not self._answer_here(waiting, index):
+            self._seek(waiting, index, now)
+
+    def _seek(self, waiting: Waiting, index: int, now: float) -> None:
+        """Have the item brought, or wait for whoever makes it, or answer that there is no way."""
         item = waiting.want.items[index]
-        entry = self._backend.get(item.identity)
-        if entry is not None:
-            self._on_used(entry)
-            self._answer(waiting, index, entry, "local", None)
-            return
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
             return
@@ -236,6 +248,15 @@ class Wants:
         if not hopeless and (waiting.expecting or self._being_encoded(waiting, item.identity)):
             return
         self._missing(waiting, index, "failed" if waiting.failures[index] else "no_source")
+
+    def _answer_here(self, waiting: Waiting, index: int) -> bool:
+        """Answer with the entry in the arena, if there is one."""
+        entry = self._backend.get(waiting.want.items[index].identity)
+        if entry is None:
+            return False
+        self._on_used(entry)
+        self._answer(waiting, index, entry, "local", None)
+        return True
 
     def _bring_from_disk(self, waiting: Waiting, index: int, now: float) -> bool:
         """Whether the item is on its way from this host's disk; once per item, since what was unreadable stays so."""

@@ -16,7 +16,7 @@ from ec_p2p.node.fetch import landing_bytes
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State
 
-from .played import MIB, A, B, Peers, Rig, advert, holder
+from .played import MIB, A, B, C, D, Peers, Rig, advert, holder
 
 
 @pytest.fixture
@@ -162,10 +162,16 @@ def test_the_holders_disk_has_its_time_from_when_the_holder_was_asked(open_rig):
 def test_nobody_is_called_from_within_start(open_rig):
     rig = open_rig()
     rig.fetches.start(A, [holder(1, advert())], 0.0, 10.0)
-    assert (rig.landed, rig.failed, len(rig.fetches)) == ([], [], 1)
+    assert len(rig.wire.readings) == 2, "the payload's and the record's: time is of the essence"
+    rig.wire.peer_state = PeerState.UNUSABLE
+    rig.fetches.start(B, [holder(1, advert(B))], 0.0, 10.0)
+    rig.fetches.start(C, [holder(1, advert(C, rows=MIB))], 0.0, 10.0)
+    rig.fetches.start(D, [holder(1, advert(D))], 0.0, 0.0)
+    assert (rig.landed, rig.failed, len(rig.fetches)) == ([], [], 4)
     assert min(rig.fetches.deadlines()) <= 0.0, "the loop must not sleep over it"
     rig.fetches.turn(0.0)
     assert [entry.identity for entry in rig.landed] == [A]
+    assert rig.failed == [(B, "failed"), (C, "too_large"), (D, "deadline")]
 
 
 def test_a_fetch_that_nobody_wants_any_more_takes_no_memory(open_rig):

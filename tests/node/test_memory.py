@@ -118,9 +118,9 @@ def test_nobody_is_woken_before_something_was_freed(rig):
     rig.memory.wait("a", lambda now: woken.append(("a", now)))
     rig.memory.wait("b", lambda now: woken.append(("b", now)))
     rig.memory.progress(1.0)
-    assert (woken, rig.memory.pending) == ([], False)
+    assert (woken, rig.memory.deadlines()) == ([], ())
     rig.memory.freed()
-    assert (woken, rig.memory.pending) == ([], True)
+    assert (woken, rig.memory.deadlines()) == ([], (0.0,))
     rig.memory.progress(2.0)
     rig.memory.progress(3.0)
     assert woken == [("a", 2.0), ("b", 2.0)]
@@ -142,7 +142,7 @@ def test_what_is_freed_while_others_are_woken_is_for_the_next_time(rig):
     rig.memory.wait("b", turns.append)
     rig.memory.freed()
     rig.memory.progress(1.0)
-    assert (turns, rig.memory.pending) == ([1.0, 1.0], True)
+    assert (turns, rig.memory.deadlines()) == ([1.0, 1.0], (0.0,))
     rig.memory.progress(2.0)
     assert turns == [1.0, 1.0, 2.0]
 
@@ -158,7 +158,7 @@ def test_who_fails_when_it_is_woken_keeps_nobody_from_the_memory(rig):
     rig.memory.freed()
     with pytest.raises(RuntimeError):
         rig.memory.progress(1.0)
-    assert rig.memory.pending
+    assert rig.memory.deadlines()
     rig.memory.progress(2.0)
     assert woken == [2.0]
     assert len(rig.memory) == 1

@@ -161,7 +161,7 @@ def test_an_entry_that_finds_no_memory_in_time_is_given_up(rig):
     rig.turn(30.0)
     assert rig.heard == [("no_memory", A)]
     rig.memory.release(everything)
-    assert not rig.memory.pending
+    assert not rig.memory.deadlines()
 
 
 def test_who_waited_for_memory_keeps_its_place_in_the_queue(rig):

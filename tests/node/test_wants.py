@@ -201,3 +201,29 @@ def test_an_id_that_is_used_twice_is_not_answered_for_what_it_was_before(rig):
     rig.wants.changed(B, rig.now)
     [(_, answer)] = rig.until_answered()
     assert answer.nbytes == 128
+
+
+def test_what_is_here_is_leased_before_what_is_fetched_makes_room_for_itself(rig):
+    nbytes = 350 << 10
+    rig.memory.publish(rig.memory.reserve(nbytes), A, nbytes, 1, nbytes, "int8")
+    rig.memory.reserve(rig.backend.free_bytes - (100 << 10))
+    rig.holders_of[B] = [holder(1, advert(B, rows=nbytes // 2, dim=1))]
+    rig.want(B, A)
+    [(_, answer)] = rig.until_answered()
+    assert (type(answer), answer.index, answer.source) == (Landed, 1, "local")
+    assert (B in rig.fetches, len(rig.memory)) == (True, 1)
+
+
+def test_what_is_answered_at_once_is_not_said_to_be_pending(rig):
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.want(A)
+    rig.turn(0.0)
+    rig.wants.turn(0.0)
+    assert [type(message) for _, message in rig.said] == [Landed]
+    rig.encoding.add(B)
+    rig.disk.let()
+    rig.want(B)
+    assert len(rig.said) == 1
+    rig.wants.turn(0.0)
+    rig.wants.turn(0.0)
+    assert [type(message) for _, message in rig.said[1:]] == [Pending]
