@@ -73,10 +73,11 @@ def entry_identity(namespace: str, identifier: str) -> bytes:
 def identities_in(namespace: str) -> Callable[[str], bytes]:
     """`entry_identity` for the many identifiers of one namespace, which is encoded once."""
     space = _utf8("namespace", namespace)
+    nbytes, pack, sha256 = len(space), _LENGTHS.pack, hashlib.sha256
 
     def identity(identifier: str) -> bytes:
         name = _utf8("identifier", identifier)
-        return hashlib.sha256(_LENGTHS.pack(len(space), len(name)) + space + name).digest()
+        return sha256(pack(nbytes, len(name)) + space + name).digest()
 
     return identity
 

@@ -165,7 +165,7 @@ class LocalCPUBackend:
         size = whole_pages(nbytes)
         with self._lock:
             try:
-                extent = self._extents.reserve(size)
+                extent = self._extents.reserve(size) if size <= self._extents.free_bytes else None
             except SlabRefused:
                 extent = None
             if extent is None:
