@@ -1,6 +1,6 @@
 """The directory server: hears nodes on a ROUTER socket, tells replicas on a PUB socket.
 
-Owns its two sockets, its epoch and its sequence numbers, all used by the one thread that is in `run`. Must never
+Owns its two sockets and its epoch, all used by the one thread that is in `run`. Must never
 block on a peer, queue without bound for one, or end because of what one sent. Everything it knows is soft: nodes say
 it again to the next life.
 """
@@ -20,32 +20,25 @@ import zmq
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import (
     PROTOCOL_VERSION,
-    TOPIC,
-    Changed,
-    Event,
-    Events,
     Goodbye,
     Heartbeat,
     Hello,
     HelloAgain,
-    NodeDown,
-    NodeUp,
     Refused,
     SnapshotRequest,
     ToDirectory,
     Welcome,
 )
+from ec_p2p.control.publications import Publications
 from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate, Security, receive_keyless, receive_with_key, secure_server
 from ec_p2p.control.snapshots import Snapshots
-from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, receive_now, send_now, split_endpoint
+from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, send_now, split_endpoint
 from ec_p2p.control.state import DirectoryState
 
 log = logging.getLogger(__name__)
 
 _BYTES_PER_TURN = 256 << 10
-_SUBSCRIPTIONS_PER_TURN = 256
-_PUBLISH_BYTES = 256 << 10
 # In messages: what a peer that does not read, or that floods, can make this process keep. A chunk of a snapshot has
 # about 150 KiB, a publication at most 256 KiB or so, a stranger's frame at most 1 MiB.
 _ROUTER_SEND_HWM = 16
@@ -75,15 +68,12 @@ class Directory:
     ) -> None:
         host, port = split_endpoint(bind)
         self.epoch = os.urandom(16)
-        self._heartbeat_s = heartbeat_s
         self._node_timeout_s = node_timeout_s
         self._expiry_s = node_timeout_s / 8
         self._caught_up = float("-inf")
         self._state = DirectoryState(node_timeout_s)
-        self._seq = 0
-        self._events: list[Event] = []
-        self._next_expiry = self._next_heartbeat = 0.0
-        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent", "publishes", "slow_subscribers"), 0)
+        self._next_expiry = 0.0
+        self._counters = dict.fromkeys(("bad_frames", "refused", "unsent"), 0)
         self.pulse = Pulse(node_timeout_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -100,13 +90,10 @@ class Directory:
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._snapshots = Snapshots(self._router, self.epoch)
-        # An XPUB also tells of new subscribers: they get the current sequence number at once.
         # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
         # a stranger's long one would overflow the stack.
         self._pub = open_socket(self._context, zmq.XPUB, bind, send_hwm=_PUB_HWM, max_frame=_LONGEST_SUBSCRIPTION)
-        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
-        # So that it says when a subscriber's queue is full.
-        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self._publications = Publications(self._pub, self.epoch, heartbeat_s)
         try:
             for socket in self.sockets:
                 secure_server(socket, security)
@@ -160,7 +147,7 @@ class Directory:
         return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> dict[str, int]:
-        """Counters since construction, and gauges: `nodes`, `entries`, `seq`.
+        """Counters since construction, and gauges: `nodes`, `entries`, `subscribers`, `seq`.
 
         `unsent` replies found the peer's queue full, or the peer gone. `slow_subscribers` counts how often publications
         began to be lost to subscribers that do not read as fast as there are changes. `snapshots_given_up` were not
@@ -169,13 +156,15 @@ class Directory:
         state = self._state
         return {
             **self._counters,
+            **self._publications.counters,
             "keys_refused": self._gate.refused if self._gate else 0,
             **self._snapshots.counters,
             "adverts": state.adverts,
             "withdrawals": state.withdrawals,
             "nodes": len(state),
             "entries": state.entries,
-            "seq": self._seq,
+            "subscribers": self._publications.subscribers,
+            "seq": self._publications.seq,
         }
 
     def entries_by_state(self) -> dict[int, int]:
@@ -205,19 +194,18 @@ class Directory:
         if self._router not in ready or self._receive(now):
             self._caught_up = now
         if self._pub in ready:
-            self._greet_subscribers()
+            self._publications.hear()
         if now >= self._next_expiry:
             self._next_expiry = now + self._expiry_s
             # Who is behind with reading does not know who is silent. For long that must not keep the dead alive.
             behind = min(now - self._caught_up, _BEHIND_TIMEOUTS * self._node_timeout_s)
-            self._events += self._state.expire(now - behind)
-        if self._events:
-            self._publish(now)
-        if now >= self._next_heartbeat:
-            self._send_events([], now)
-        wait_s = min(self._next_expiry, self._next_heartbeat) - now
-        # Only now: what a snapshot holds must have been published.
-        return min(wait_s, self._snapshots.send(self._state, self._seq, now)) if self._snapshots else wait_s
+            self._publications.add(self._state.expire(now - behind))
+        # What a snapshot holds must have been published.
+        self._publications.tick(now, at_once=self._snapshots.to_be_cut)
+        wait_s = min(self._next_expiry, self._publications.next_event()) - now
+        return (
+            min(wait_s, self._snapshots.send(self._state, self._publications.seq, now)) if self._snapshots else wait_s
+        )
 
     @property
     def sockets(self) -> tuple[Socket, Socket]:
@@ -266,55 +254,10 @@ class Directory:
         if events is None:
             self._reply(route, encode(HelloAgain(self.epoch)))
             return
-        self._events += events
+        self._publications.add(events)
         if isinstance(message, Hello | Heartbeat):
             self._reply(route, self._welcome)
 
     def _reply(self, route: bytes, frame: bytes) -> None:
         if not send_now(self._router, route, frame):
             self._counters["unsent"] += 1
-
-    # -------------------------------------------------------- PUB
-
-    def _greet_subscribers(self) -> None:
-        for _ in range(_SUBSCRIPTIONS_PER_TURN):
-            if receive_now(self._pub) is None:
-                break
-            self._next_heartbeat = 0.0
-
-    def _publish(self, now: float) -> None:
-        batch: list[Event] = []
-        room = _PUBLISH_BYTES
-        for event in self._events:
-            if isinstance(event, NodeUp):
-                log.info("node %r at %r is up", event.node.name, event.node.address)
-            elif isinstance(event, NodeDown):
-                log.info("node incarnation %s is gone", event.incarnation.hex())
-            batch.append(event)
-            room -= _size(event)
-            if room <= 0:
-                self._seq += 1
-                self._send_events(batch, now)
-                batch, room = [], _PUBLISH_BYTES
-        if batch:
-            self._seq += 1
-            self._send_events(batch, now)
-        self._events = []
-
-    def _send_events(self, events: list[Event], now: float) -> None:
-        self._counters["publishes"] += 1
-        frames = (TOPIC, self._seq.to_bytes(8, "big"), encode(Events(self.epoch, events, PROTOCOL_VERSION)))
-        if not send_now(self._pub, *frames):
-            # A subscriber whose queue is full misses the message, sees the gap, and asks for a snapshot.
-            self._counters["slow_subscribers"] += 1
-            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-            self._pub.send_multipart(frames)
-            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-        self._next_heartbeat = now + self._heartbeat_s
-
-
-def _size(event: Event) -> int:
-    """Bytes of an event on the wire, never less than the truth."""
-    if isinstance(event, Changed):
-        return 64 + 160 * len(event.adverts) + 36 * len(event.withdrawn) + 1400 * len(event.instances or ())
-    return 2200 if isinstance(event, NodeUp) else 64

@@ -30,6 +30,7 @@ _COUNTS = {
 _GAUGES = {
     "nodes": "nodes that are up",
     "entries": "entries that nodes hold, by where they are",
+    "subscribers": "those that changes are published to: one for each node, and tools",
     "seq": "number of the last change published",
     "uptime_seconds": "seconds since the start",
     "info": "1",
@@ -51,6 +52,7 @@ def source_of(directory: Directory) -> Source:
         return {
             ("nodes", ()): stats["nodes"],
             **{("entries", (("state", word),)): entries[state] for state, word in _STATES.items()},
+            ("subscribers", ()): stats["subscribers"],
             ("seq", ()): stats["seq"],
             ("uptime_seconds", ()): time.monotonic() - began,
             ("info", (("endpoint", directory.endpoint), ("epoch", directory.epoch.hex()))): 1,

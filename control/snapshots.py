@@ -53,6 +53,11 @@ class Snapshots:
         """Whether there is anything to send."""
         return bool(self._waiting or self._outgoing)
 
+    @property
+    def to_be_cut(self) -> bool:
+        """Whether `send` will start one."""
+        return bool(self._waiting) and len(self._outgoing) < _AT_ONCE
+
     def ask(self, route: bytes, token: int) -> None:
         """Queue a request; it takes the place of an earlier one by the same route. One too many is given up at once:
         replicas ask again."""

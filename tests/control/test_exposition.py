@@ -86,7 +86,7 @@ def test_a_directory_shows_what_it_knows_and_what_happened(loop: Loop, exposed: 
     assert shown["ec_p2p_directory_snapshots_total"] >= shown["ec_p2p_directory_snapshots_sent_total"] >= 1
     assert shown["ec_p2p_directory_snapshot_seconds_total"] > 0
     assert shown["ec_p2p_directory_snapshot_bytes_total"] > 0
-    assert shown["ec_p2p_directory_publishes_total"] >= shown["ec_p2p_directory_seq"] >= 2
+    assert shown["ec_p2p_directory_publishes_total"] >= shown["ec_p2p_directory_seq"] >= 1
     assert shown["ec_p2p_directory_uptime_seconds"] > 0
     assert shown[f"ec_p2p_directory_info{{endpoint={directory.endpoint},epoch={directory.epoch.hex()}}}"] == 1
     announcer.withdraw(advert(0).identity)
