@@ -288,6 +288,14 @@ class Fleet:
         host.kill()
         self._disturb(host.name)
 
+    def flap(self, a: int, b: int) -> None:
+        """Start, end again soon, and start once more soon or late."""
+        self.start_directory(a, b)
+        self.network.run(self.network.random.uniform(0.1, 3.5))
+        self.kill_directory(a, b)
+        self.network.run(self.network.random.choice([0.0, 0.0, 6.0]))
+        self.start_directory(a, b)
+
     def pause_directory(self, a: int, b: int) -> None:
         host = self.hosts[a % len(self.hosts)]
         self._pause(host.process, SPANS_S[b % len(SPANS_S)])
@@ -327,6 +335,10 @@ class Fleet:
             self.restart_observer(a, b)
         elif b % 2:
             self.change(self.places.index(name), b)
+            if b % 4 == 1:
+                # Nothing that follows gives it away.
+                self.rest(a, b)
+                self.rest(a, b)
 
     def repeat(self, a: int, b: int) -> None:
         name, host, endpoint = self._link(a)

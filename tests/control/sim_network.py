@@ -210,8 +210,7 @@ class Channel:
         self._flight.clear()
         if self._network.random.random() < 0.3 and not all_arrives:
             self.inbox.clear()
-        if self.inbox:
-            self._receiver.process.wake()
+        self._receiver.look(self)
 
 
 class Dial:
@@ -339,7 +338,7 @@ class VirtualSocket:
         self._closed = False
         self._bound = ""
         self._dials: dict[str, Dial] = {}
-        self._channels: list[Channel] = []
+        self._unread: list[Channel] = []
         self._peers: dict[bytes, Dial] = {}
         self._routes: dict[int, bytes] = {}
         self._topics: list[bytes] = []
@@ -394,13 +393,12 @@ class VirtualSocket:
             channel.send(frames)
 
     def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[bytes]:
-        # Whose turn it is among several connections is anybody's guess.
-        self._channels = [channel for channel in self._channels if channel.inbox or channel.open]
-        readable = [channel for channel in self._channels if channel.inbox]
-        if not readable:
+        if not self._unread:
             raise zmq.Again
-        channel = self.network.random.choice(readable)
+        # Whose turn it is among several connections is anybody's guess.
+        channel = self.network.random.choice(self._unread)
         frames = channel.inbox.popleft()
+        self.look(channel)
         return [channel.route, *frames] if self._kind == zmq.ROUTER else frames
 
     def close(self) -> None:
@@ -418,15 +416,21 @@ class VirtualSocket:
 
     @property
     def readable(self) -> bool:
-        return any(channel.inbox for channel in self._channels)
+        return bool(self._unread)
+
+    def look(self, channel: Channel) -> None:
+        """What is unread in it has changed."""
+        if channel in self._unread:
+            self._unread.remove(channel)
+        if channel.inbox:
+            self._unread.append(channel)
+            self.process.wake()
 
     def connected(self, dial: Dial) -> None:
-        self._channels.append(dial.to_client)
         for topic in self._topics:
             dial.to_server.send([b"\x01" + topic], harmed=False)
 
     def joined(self, dial: Dial) -> None:
-        self._channels.append(dial.to_server)
         if self._kind == zmq.ROUTER:
             self._peers[dial.route] = dial
 
@@ -436,7 +440,7 @@ class VirtualSocket:
     def arrived(self, channel: Channel) -> None:
         if self._kind == zmq.XPUB and channel.open:
             self._peers[channel.route] = channel.dial
-        self.process.wake()
+        self.look(channel)
 
     def _way_out(self) -> Channel | None:
         for dial in self._dials.values():
