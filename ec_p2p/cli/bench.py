@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ec_p2p.config import parse_size
+from ec_p2p.config import ConfigError, parse_size
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,6 +22,15 @@ def add_parser(subparsers: Any) -> None:
         bench.add_argument("--sizes", default="64KiB,1MiB,4MiB,16MiB,64MiB", help="comma-separated payload sizes")
         bench.add_argument("--repeat", type=int, default=60, help="measurements of each kind and size")
         bench.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
+    directory = benches.add_parser("directory", help="what the control plane takes in, and how soon it is seen")
+    directory.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+    directory.add_argument(
+        "--instances",
+        metavar="N,N,...",
+        help="instead: what the directory costs with so many instances, such as 1,10,100,1000",
+    )
+    directory.add_argument("--json", action="store_true", help="print one JSON object")
+    directory.set_defaults(run=run_directory)
     policy = benches.add_parser("policy", help="hit ratios of the eviction policies, on a made-up trace")
     policy.add_argument("--requests", type=int, default=30_000, help="length of the trace")
     policy.add_argument("--items", type=int, default=5_000, help="size of the catalogue")
@@ -41,6 +50,16 @@ def run_fetch(args: argparse.Namespace) -> int:
     return run(_sizes(args), args.transport, args.repeat, as_json=args.json)
 
 
+def run_directory(args: argparse.Namespace) -> int:
+    if args.instances is not None:
+        from ec_p2p.cli.bench_instances import run as run_instances
+
+        return run_instances(_counts(args.instances), 0.5 if args.quick else 10.0, as_json=args.json)
+    from ec_p2p.cli.bench_directory import FULL, QUICK, run
+
+    return run(QUICK if args.quick else FULL, as_json=args.json)
+
+
 def run_policy(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_policy import run
 
@@ -49,3 +68,10 @@ def run_policy(args: argparse.Namespace) -> int:
 
 def _sizes(args: argparse.Namespace) -> list[int]:
     return [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(counts) < 1:
+        raise ConfigError(f"--instances={text!r}; accepted: numbers from 1, separated by commas")
+    return counts
