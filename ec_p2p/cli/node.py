@@ -15,6 +15,7 @@ from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import Config, make_config
 from ec_p2p.config_sources import explain_ec_engine_config
 from ec_p2p.control.directories import check_endpoints
+from ec_p2p.descriptors import allow_descriptors
 from ec_p2p.keys import load_security
 
 
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     # For what is wrong with them: who starts the node is to see it.
     load_security(config)
     check_endpoints(config.directories)
+    allow_descriptors()
     if args.spawned:
         _detach(config)
     import zmq
