@@ -71,13 +71,15 @@ def why_not(security: Security | None, key: bytes) -> str:
 
 
 def secure_server(socket: zmq.Socket[bytes], security: Security | None) -> None:
-    """Let only members connect to what this socket is going to bind to. Nothing without keys. Before any bind."""
+    """Let only members connect to what this socket is going to bind to; without keys everybody. Before any bind."""
+    # With a domain libzmq refuses ZMTP before 3.0, which has no handshake that could fail: a request of HTTP passes for
+    # it, and libzmq would keep some of those connections for ever.
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     if security is None:
         return
     _present(socket, security)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     # Enforced: where nobody answers for the domain (no gate yet, or it has ended), nobody comes in.
-    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

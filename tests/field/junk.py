@@ -6,12 +6,13 @@ import random
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0"
 NULL, CURVE = GREETING + b"NULL".ljust(52, b"\0"), GREETING + b"CURVE".ljust(52, b"\0")
+HTTP_REQUEST = b"GET /metrics HTTP/1.1\r\n" + b"X-Header: x\r\n" * 500
 OPENINGS = [
     b"",
     b"GET / HTTP/1.1\r\n",
     b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
     b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nx",
-    b"GET /metrics HTTP/1.1\r\n" + b"X-Header: x\r\n" * 500,
+    HTTP_REQUEST,
     b"\xff" * 5_000,
     random.Random(3).randbytes(5_000),
     GREETING,

@@ -23,7 +23,7 @@ from ec_p2p.control.codec import MAX_FRAME
 from ec_p2p.control.sockets import open_socket
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.messages import CloseWindow, Landed
-from tests.field.junk import GREETING, JUNK, OPENINGS
+from tests.field.junk import GREETING, HTTP_REQUEST, JUNK, OPENINGS
 from tests.field.test_hostile_bytes import FRAMES
 from tests.node.conftest import Fleet, free_ports, until
 
@@ -199,13 +199,26 @@ def test_work_goes_on_under_junk_at_every_port(town: Town) -> None:
     town.work()
 
 
+def test_clients_of_http_leave_nothing_behind(town: Town) -> None:
+    """Their requests could be ZMTP 1.0: a name, the same for all of them, and a few hundred messages."""
+    town.work()
+    files = town.held("fd")
+    for port in (port for ports in town.ports.values() for port in ports):
+        for _ in range(40):
+            with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
+                stranger.sendall(HTTP_REQUEST)
+        town.work()
+    until(lambda: town.shed("fd", files), "the strangers' connections to be closed")
+    town.work()
+
+
 def test_connections_that_say_nothing_are_closed_by_every_port(town: Town) -> None:
     """By the hundred, and although who holds them goes on to."""
     town.work()
     files = town.held("fd")
     with contextlib.ExitStack() as strangers:
         for port in (port for ports in town.ports.values() for port in ports):
-            for opening in (b"", b"\xff", GREETING):
+            for opening in (b"", b"G", GREETING):
                 for _ in range(30):
                     raw = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
                     raw.sendall(opening)
