@@ -85,6 +85,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # the data plane
     transport: Annotated[str, Word(("auto", "nixl", "zmq"))] = "auto"
     """'nixl', 'zmq', or 'auto': NIXL where it can be imported."""
+    fetch_policy: Annotated[str, Word(("always", "cheaper", "never"))] = "always"
+    """For entries that the instance could encode itself. 'cheaper': fetch what takes less time than encoding has taken
+    on this host, as far as both were measured."""
     fetch_timeout_s: Annotated[float, Seconds()] = 5.0
     """A request waits this long for its entries, then encodes locally or fails alone."""
     read_timeout_s: Annotated[float, Seconds()] = 2.0

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Mapping
 
 from ec_p2p.config import Config
-from ec_p2p.control.codec import BadFrame, decode, encode
+from ec_p2p.control.codec import BadFrame, encode
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.link import Link, hail, hear_answer
-from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, FromNode, Inspect, Inspection
+from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Inspect, Inspection
 
 _TOOL = Attach(CLIENT_PROTOCOL_VERSION, "tool", "top", -1)
 
@@ -62,10 +62,10 @@ class LocalNode:
     def _listen(self, link: Link) -> None:
         if not link.alive():
             raise ConnectionResetError("the node is gone")
-        while (frame := link.receive()) is not None:
-            message: FromNode = decode(frame, FromNode)
-            if isinstance(message, Inspection):
-                self.latest = message
+        while heard := link.receive():
+            for message in heard:
+                if isinstance(message, Inspection):
+                    self.latest = message
 
 
 def fetch_figures(counters: Mapping[str, float]) -> dict[str, float]:

@@ -193,7 +193,7 @@ class Asking:
 
     def _send(self, record: RequestRecord, items: Sequence[Item], *, expect_s: float, check: bool = False) -> int:
         number = self._client.want(
-            [WantItem(item.identity, item.rows) for item in items],
+            [WantItem(item.identity, item.rows, item.has_media) for item in items],
             readers=self._readers,
             wait_s=self._config.fetch_timeout_s,
             expect_s=expect_s,

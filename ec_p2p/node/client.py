@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ec_p2p.config import Config
-from ec_p2p.control.codec import BadFrame, decode, encode
+from ec_p2p.control.codec import BadFrame, encode
 from ec_p2p.engine.arena import Arena
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.link import Link, hail, hear_answer
@@ -289,11 +289,15 @@ class NodeClient:
 
     def _receive(self, found: list[FromNode | Detached]) -> None:
         assert self._link is not None
-        while (frame := self._link.receive()) is not None:
+        while True:
             try:
-                found.append(decode(frame, FromNode))
+                heard = self._link.receive()
             except BadFrame as error:
                 logger.warning("a message of the node could not be read: %s", error.reason)
+                continue
+            if not heard:
+                return
+            found.extend(heard)
 
     def close(self) -> None:
         if self._closed:

@@ -16,6 +16,11 @@ class Encodings:
     def begin(self, identity: bytes, instance: str, now: float) -> None:
         self._until[identity] = (instance, now + ENCODE_LIFETIME_S)
 
+    def begun_at(self, identity: bytes, instance: str) -> float | None:
+        """When this instance has announced it; None if it has not."""
+        found = self._until.get(identity)
+        return found[1] - ENCODE_LIFETIME_S if found is not None and found[0] == instance else None
+
     def end(self, identity: bytes) -> None:
         self._until.pop(identity, None)
 

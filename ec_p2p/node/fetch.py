@@ -1,12 +1,12 @@
 """Fetching one entry from another node: landing memory, READs, validation, failover.
 
-Owns every transfer in flight and the landing memory it may still write into. It must never hand out bytes that were
-not validated, nor free memory that a library may still write into. One fetch per identity, however many wait for it.
+Owns the choice of the next holder, and the landing memory while no READ may write into it: `Transfers` has it
+meanwhile. It must never hand out bytes that were not validated. One fetch per identity, however many wait for it.
 
     NEXT_HOLDER --arena has room--> CONNECTING, --has none--> WAITING_MEMORY --some was freed--> CONNECTING
-    CONNECTING --card covers the extent--> PAYLOAD --done--> RECORD --done, same generation and identity--> (landed)
+    CONNECTING --card covers the extent--> READING --arrived, same generation and identity--> (landed)
     CONNECTING --only on the holder's disk--> STAGING --the holder answers where it is--> CONNECTING
-    CONNECTING, STAGING, PAYLOAD, RECORD --failed, late, or not the promised entry--> NEXT_HOLDER, or GIVEN_UP
+    CONNECTING, STAGING, READING --failed, late, or not the promised entry--> NEXT_HOLDER, or GIVEN_UP
     NEXT_HOLDER --there is none--> GIVEN_UP
     WAITING_MEMORY --nobody wants it any more, or nobody as late as this, or it can never fit--> GIVEN_UP
     GIVEN_UP --> (failed)
@@ -30,9 +30,14 @@ from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
-from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
+from ec_p2p.node.rates import Rates
+from ec_p2p.node.transfers import Leg, Transfers
+from ec_p2p.transport.interface import Span, Transport
 
 logger = logging.getLogger(__name__)
+
+_QUARANTINE_SHARE = 4
+"""With this part of the arena in quarantine nothing more is fetched."""
 
 
 class Stage(Enum):
@@ -40,8 +45,7 @@ class Stage(Enum):
     WAITING_MEMORY = "waiting for memory"
     CONNECTING = "connecting"
     STAGING = "waiting for the holder's disk"
-    PAYLOAD = "reading the payload"
-    RECORD = "reading the record"
+    READING = "being read"
     GIVEN_UP = "about to fail"
 
 
@@ -57,8 +61,6 @@ class Fetch:
         "give_up_at",
         "holders",
         "identity",
-        "posted_at",
-        "reading",
         "reason",
         "source",
         "stage",
@@ -73,11 +75,9 @@ class Fetch:
         self.give_up_at = give_up_at
         self.stage = Stage.NEXT_HOLDER
         self.stage_deadline = give_up_at
-        self.posted_at = now
         self.source: NodeInfo = holders[0][0]
         self.advert: Advert = holders[0][1]
         self.extent: Extent | None = None
-        self.reading: Reading | None = None
         self.reason = ""
         """Why it is given up."""
 
@@ -95,6 +95,7 @@ class Fetches:
         arena: memoryview,
         transport: Transport,
         peers: Peers,
+        rates: Rates,
         counters: Tally,
         read_timeout_s: float,
         on_landed: Callable[[Entry, Fetch], None],
@@ -103,8 +104,8 @@ class Fetches:
     ) -> None:
         self._memory = memory
         self._arena = arena
-        self._transport = transport
         self._peers = peers
+        self._rates = rates
         self._counters = counters
         self._read_timeout_s = read_timeout_s
         self._on_landed = on_landed
@@ -112,7 +113,16 @@ class Fetches:
         self._still_wanted = still_wanted
         self._fetches: dict[bytes, Fetch] = {}
         self._started: deque[Fetch] = deque()
-        self._quarantine: list[tuple[Reading, Extent]] = []
+        self._transfers: Transfers[Fetch] = Transfers(
+            transport,
+            memory,
+            rates,
+            counters,
+            read_timeout_s,
+            len(arena) // _QUARANTINE_SHARE,
+            self._arrived,
+            self._broken,
+        )
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._fetches
@@ -123,28 +133,23 @@ class Fetches:
     @property
     def newest_transfer_at(self) -> float:
         """When the newest READ in flight was posted; infinity while one wants to be polled without a pause."""
-        return max(
-            (
-                float("inf") if fetch.reading.unposted else fetch.posted_at
-                for fetch in self._fetches.values()
-                if fetch.reading is not None
-            ),
-            default=0.0,
-        )
+        return self._transfers.newest_posted_at
 
     @property
     def quarantined_bytes(self) -> int:
-        return sum(extent.nbytes for _, extent in self._quarantine)
+        return self._transfers.quarantined_bytes
+
+    def outstanding(self, incarnation: bytes) -> int:
+        """Payload bytes that are on their way from a holder, or about to be."""
+        return self._transfers.outstanding(incarnation)
 
     def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
         """Have an entry fetched that some nodes advertise, in memory or on disk. There must be no fetch of it, and a
-        holder. READs may be on their way when this returns; what comes of them is for the next `turn`."""
+        holder. Its READ leaves with the next `turn`, together with those of all that was started by then."""
         fetch = Fetch(identity, list(holders), now, give_up_at)
         self._fetches[identity] = fetch
         self._started.append(fetch)
         self._next_holder(fetch, now)
-        if fetch.stage is Stage.PAYLOAD and fetch.reading is not None:
-            self._poll(fetch, fetch.reading, now)  # a small one may be done: then the record's READ is on its way
 
     def extend(self, identity: bytes, give_up_at: float) -> None:
         """Somebody who joins a running fetch may be more patient than those before."""
@@ -183,8 +188,7 @@ class Fetches:
         """Look after what was started, and what is in flight."""
         for _ in range(len(self._started)):
             self._drive(self._started.popleft(), now)
-        if any(fetch.reading is not None for fetch in self._fetches.values()):
-            self.progress(now)
+        self._transfers.turn(now)
 
     def progress(self, now: float) -> None:
         """Look after everything, and end what has taken too long."""
@@ -197,13 +201,13 @@ class Fetches:
             elif fetch.stage is Stage.STAGING and now >= fetch.stage_deadline:
                 self._failed_holder(fetch, "stage_timeout", now)
             self._drive(fetch, now)
-        if self._quarantine:
-            self._quarantine = [held for held in self._quarantine if not self._settled(*held)]
+        self._transfers.turn(now)
+        self._transfers.settle()
 
     def deadlines(self) -> Iterable[float]:
         """When there is something to do even if nothing is heard. Transfers are not listed: they are looked after all
         the time."""
-        if self._started:
+        if self._started or self._transfers.waiting:
             yield 0.0
         for fetch in self._fetches.values():
             if fetch.stage is Stage.WAITING_MEMORY:
@@ -213,7 +217,8 @@ class Fetches:
 
     def close(self) -> None:
         """Let go of what can be let go of. The transport is closed after this, the arena after the transport."""
-        for fetch in list(self._fetches.values()):
+        self._transfers.close()
+        for fetch in self._fetches.values():
             self._drop_landing(fetch)
         self._fetches.clear()
 
@@ -227,7 +232,7 @@ class Fetches:
                 self._next_holder(fetch, now)
             elif fetch.stage is Stage.GIVEN_UP:
                 self._fail(fetch)
-            elif fetch.reading is None or not self._poll(fetch, fetch.reading, now):
+            else:
                 return
 
     def _next_holder(self, fetch: Fetch, now: float) -> None:
@@ -270,6 +275,8 @@ class Fetches:
             return  # its adverts came before itself: wait for `peer_ready`
         if peer.state is PeerState.UNUSABLE:
             self._failed_holder(fetch, "unusable", now)
+        elif self._transfers.stuck(fetch.source.incarnation):
+            self._failed_holder(fetch, "stuck", now)
         elif advert.state == EntryState.DISK:
             if peer.state is not PeerState.READY:
                 return  # asked for its card: wait for `peer_ready`
@@ -279,47 +286,29 @@ class Fetches:
             else:
                 self._failed_holder(fetch, "not_asked", now)
         elif peer.covers(advert.offset, advert.nbytes) and peer.covers(advert.record, RECORD_BYTES):
-            self._post(fetch, Stage.PAYLOAD, now)
+            self._read(fetch)
         else:
             self._peers.ask(peer, now)  # the holder's arena has grown since its card was read
 
-    def _post(self, fetch: Fetch, stage: Stage, now: float) -> None:
+    def _read(self, fetch: Fetch) -> None:
+        """Hand the landing memory over; it comes back with `_arrived` or `_broken`."""
         assert fetch.extent is not None
-        advert, landing = fetch.advert, fetch.extent.offset
-        if stage is Stage.PAYLOAD:
-            span = Span(advert.offset, landing, advert.nbytes)
-        else:
-            span = Span(advert.record, landing + record_place(advert.nbytes), RECORD_BYTES)
-        if stage is Stage.PAYLOAD and advert.nbytes == 0:
-            self._post(fetch, Stage.RECORD, now)
-            return
-        fetch.stage = stage
-        fetch.posted_at = now
-        fetch.stage_deadline = now + self._read_timeout_s
-        try:
-            fetch.reading = self._transport.read(fetch.source.incarnation.hex(), (span,))
-        except TransportError as error:
-            logger.info("READ from %s refused: %s", fetch.source.name, error)
-            self._failed_holder(fetch, "refused", now)
+        advert, extent = fetch.advert, fetch.extent
+        fetch.stage, fetch.extent = Stage.READING, None
+        payload = Span(advert.offset, extent.offset, advert.nbytes)
+        record = Span(advert.record, extent.offset + record_place(advert.nbytes), RECORD_BYTES)
+        self._transfers.add(fetch.source.incarnation, Leg(fetch, extent, payload, record))
 
-    def _poll(self, fetch: Fetch, reading: Reading, now: float) -> bool:
-        """Whether there is more to do than to wait for the READ."""
-        state = reading.poll()
-        if state is State.POSTED:
-            if now < fetch.stage_deadline:
-                return False
-            self._drop_landing(fetch)
-            self._failed_holder(fetch, "late", now)
-            return True
-        reading.release()
-        fetch.reading = None
-        if state is State.FAILED:
-            self._failed_holder(fetch, "disconnected", now)
-        elif fetch.stage is Stage.PAYLOAD:
-            self._post(fetch, Stage.RECORD, now)
-        else:
-            self._validate(fetch, now)
-        return True
+    def _broken(self, fetch: Fetch, why: str, extent: Extent | None, now: float) -> None:
+        fetch.extent = extent
+        self._rates.failed(fetch.source.incarnation)
+        self._failed_holder(fetch, why, now)
+        self._drive(fetch, now)
+
+    def _arrived(self, fetch: Fetch, extent: Extent, now: float) -> None:
+        fetch.extent = extent
+        self._validate(fetch, now)
+        self._drive(fetch, now)
 
     def _validate(self, fetch: Fetch, now: float) -> None:
         assert fetch.extent is not None
@@ -364,25 +353,9 @@ class Fetches:
         self._on_failed(fetch.identity, fetch.reason)
 
     def _drop_landing(self, fetch: Fetch) -> None:
-        """Release the landing memory now, or, while a READ may still write into it, when the library is sure."""
-        reading, extent = fetch.reading, fetch.extent
-        fetch.reading = fetch.extent = None
-        if extent is None:
-            return
-        if reading is None:
-            self._memory.release(extent)
-            return
-        if self._settled(reading, extent):
-            return
-        self._counters.add("quarantined")
-        self._quarantine.append((reading, extent))
-
-    def _settled(self, reading: Reading, extent: Extent) -> bool:
-        reading.poll()
-        if not reading.release():
-            return False
-        self._memory.release(extent)
-        return True
+        if fetch.extent is not None:
+            self._memory.release(fetch.extent)
+            fetch.extent = None
 
 
 def _layout(advert: Advert) -> tuple[int, int, int, str]:

@@ -12,9 +12,10 @@ import os
 import select
 import socket
 from collections import deque
+from collections.abc import Sequence
 
 from ec_p2p.control.codec import decode, encode
-from ec_p2p.node.messages import Attach, Attached, AttachRefused
+from ec_p2p.node.messages import Attach, Attached, AttachRefused, FromNode, Several
 
 _SEND_BUFFER = 1 << 20
 _MAX_FRAME = 1 << 20
@@ -66,12 +67,17 @@ class Link:
         """Sleep until there is something to receive, or for `timeout_s`."""
         self._poll.poll(math.ceil(timeout_s * 1000))
 
-    def receive(self) -> bytes | None:
-        """The next message; None where there is none, or there will be none."""
+    def receive(self) -> Sequence[FromNode]:
+        """The next messages; none where there are none, or there will be none. Raises BadFrame for what is no
+        message."""
         try:
-            return self.sock.recv(_MAX_FRAME) or None
+            frame = self.sock.recv(_MAX_FRAME)
         except OSError:
-            return None
+            return ()
+        if not frame:
+            return ()
+        heard: FromNode | Several = decode(frame, FromNode | Several)
+        return heard.messages if isinstance(heard, Several) else (heard,)
 
     def close(self) -> None:
         self.sock.close()

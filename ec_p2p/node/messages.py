@@ -64,6 +64,8 @@ class WantItem(msgspec.Struct, frozen=True, array_like=True):
     identity: Identity
     rows: Natural
     """Rows that the request's placeholder needs: an entry with another number of rows is not a hit. 0: any."""
+    can_encode: bool = False
+    """The instance has the media, and could do without: see the setting `fetch_policy`."""
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
@@ -189,6 +191,8 @@ MISSING_REASONS = (
     "too_large",  # the items of this want can never be in the arena together
     "no_memory",  # everything in the arena is pinned
     "no_readers",  # the instance's workers are not attached to this node
+    "not_fetched",  # fetch_policy is never, and the instance can encode it
+    "encode_is_cheaper",  # as far as was measured, and the instance can encode it
 )
 
 
@@ -238,3 +242,9 @@ ToNode = (
     Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
 )
 FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection
+
+
+class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
+    """Messages of the node in one datagram, in their order."""
+
+    messages: list[FromNode]

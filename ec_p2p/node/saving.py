@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
@@ -21,6 +22,7 @@ from ec_p2p.engine.tally import Tally
 from ec_p2p.node.adverts import on_disk, pending, resident
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
+from ec_p2p.node.fetch_policy import EncodeTimes
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
 from ec_p2p.node.sessions import Session, Sessions
@@ -39,6 +41,7 @@ class Saving:
         sessions: Sessions,
         links: DirectoryLinks,
         counters: Tally,
+        encode_times: EncodeTimes,
         on_disk: Callable[[bytes], Filed | None],
         on_stored: Callable[[Entry], None],
         on_change: Callable[[bytes], None],
@@ -48,6 +51,7 @@ class Saving:
         self._sessions = sessions
         self._links = links
         self._counters = counters
+        self._encode_times = encode_times
         self._on_disk = on_disk
         self._on_stored = on_stored
         self._on_change = on_change
@@ -77,6 +81,7 @@ class Saving:
         for window in list(session.windows):
             self.close_window(session, window)
         if session.attach.kind == "scheduler":
+            self._encode_times.forget(session.attach.instance)
             for identity in self._encodings.of(session.attach.instance):
                 self._give_up(identity)
 
@@ -92,6 +97,9 @@ class Saving:
             logger.warning("commit of %s refused: %s", session.attach.instance, error)
             self._no_entry(session, SaveSkipped("error", commit.identity))
             return
+        began = self._encodings.begun_at(entry.identity, session.attach.instance)
+        if began is not None:
+            self._encode_times.committed(session.attach.instance, entry.rows, began, time.monotonic())
         self._counters.add("saves")
         self._counters.add("saved_bytes", entry.nbytes)
         self._encodings.end(entry.identity)

@@ -33,11 +33,13 @@ from ec_p2p.node import network
 from ec_p2p.node.clients import Clients
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
+from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.loop import Loop, Part
 from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers
+from ec_p2p.node.rates import Rates
 from ec_p2p.node.registration import Registration
 from ec_p2p.node.saving import Saving
 from ec_p2p.node.sessions import Session, Sessions
@@ -160,11 +162,13 @@ class Node:
         self._stage_requests = StageRequests(
             self.backend, self._staging, self.counters, config.read_timeout_s, self._peers.answer
         )
+        self._rates = Rates()
         self._fetches = Fetches(
             self._memory,
             self.arena.buffer,
             self.transport,
             self._peers,
+            self._rates,
             self.counters,
             config.read_timeout_s,
             self._on_landed,
@@ -184,25 +188,30 @@ class Node:
         )
         resources.callback(self._links.close)
         disk = self.storage.disk
+        self._encode_times = EncodeTimes()
         self._saving = Saving(
             self.backend,
             self._memory,
             self._sessions,
             self._links,
             self.counters,
+            self._encode_times,
             # Not what can be read now, which is nothing while the disk hangs or fails: the file is there all the same,
             # and nothing would tell the fleet of it again.
             on_disk=disk.find if disk else lambda identity: None,
             on_stored=self._on_stored,
             on_change=self._on_change,
         )
-        self.sources = FleetSources(self.incarnation, self._links, self._peers, self._saving)
+        self.sources = FleetSources(
+            self.info, self._links, self._peers, self._saving, self._rates, self._fetches.outstanding
+        )
         self._wants = Wants(
             self.backend,
             self._staging,
             self._fetches,
             self._leases,
             self.sources,
+            FetchPolicy(config.fetch_policy, self._rates, self._encode_times),
             self.counters,
             self.storage.offer,
             self._sessions.send,
@@ -218,6 +227,7 @@ class Node:
             self._leases,
             self._wants,
             self._fetches,
+            self._encode_times,
             self._staging,
             self._peers,
             self._links,
@@ -269,6 +279,7 @@ class Node:
                 turn=self._links.flush,
                 deadlines=lambda: [self._links.next_tick(0.0)],
             ),
+            Part("answers", turn=self._sessions.flush, tick=self._sessions.flush),
         ]
 
     # -------------------------------------------------------- life
@@ -375,6 +386,7 @@ class Node:
 
     def _on_peer_gone(self, incarnation: bytes) -> None:
         self._peers.down(incarnation)
+        self._rates.forget(incarnation)
         self._loop.watch_again()
         self._fetches.peer_gone(incarnation, time.monotonic())
 

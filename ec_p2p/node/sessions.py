@@ -15,7 +15,6 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, ToNode
+from ec_p2p.node.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _MAX_FRAME = 1 << 16
 """A client's messages are short; one that is cut off here is not read as another."""
 _SEND_BUFFER = 1 << 20
 _MAX_SESSIONS = 4096
-_MAX_UNSENT = 10_000
 _HELLO_TIMEOUT_S = 5.0
 _BACKLOG = 128
 _SO_PEERGROUPS = 59
@@ -47,7 +46,7 @@ class AlreadyRunning(Exception):
 class Session:
     """One attached client. `windows` maps window ids to whatever the service keeps for them."""
 
-    __slots__ = ("attach", "fd", "pidfd", "sid", "sock", "unsent", "windows")
+    __slots__ = ("attach", "fd", "outbox", "pidfd", "sid", "sock", "windows")
 
     def __init__(self, sid: int, sock: socket.socket, attach: Attach, pidfd: int) -> None:
         self.sid = sid
@@ -57,8 +56,7 @@ class Session:
         """Readable once the process has ended: a child that it forked may keep its socket open. -1: not to be had."""
         self.attach = attach
         self.windows: dict[int, Any] = {}
-        self.unsent: deque[bytes] = deque()
-        """What the client's socket had no room for."""
+        self.outbox = Outbox(sock, f"{attach.kind}/{sid}")
 
 
 class Sessions:
@@ -88,6 +86,7 @@ class Sessions:
         self._ids = itertools.count(1)
         self._by_fd: dict[int, Session] = {}
         self._by_pidfd: dict[int, Session] = {}
+        self._to_flush: dict[int, Session] = {}
         self._newcomers: dict[int, tuple[socket.socket, float]] = {}
         self._path = config.node_socket
         self._listener = _listen(attach_address(config), self._path)
@@ -131,29 +130,22 @@ class Sessions:
     def tick(self, now: float) -> None:
         """Let go of connections that never said hello; try again what a socket had no room for."""
         for session in self._by_fd.values():
-            self._flush(session)
+            session.outbox.flush()
         for fd, (sock, until) in list(self._newcomers.items()):
             if now >= until:
                 del self._newcomers[fd]
                 sock.close()
 
     def send(self, session: Session, message: FromNode) -> None:
-        """Never waits. A client that does not read for long loses messages, and a line in the log says so."""
-        if len(session.unsent) >= _MAX_UNSENT:
-            logger.warning("%s/%d does not read its messages; one is lost", session.attach.kind, session.sid)
-            return
-        session.unsent.append(encode(message))
-        self._flush(session)
+        """It leaves with the next `flush`. Never waits. A client that does not read for long loses messages, and a line
+        in the log says so."""
+        session.outbox.add(message)
+        self._to_flush[session.sid] = session
 
-    def _flush(self, session: Session) -> None:
-        while session.unsent:
-            try:
-                session.sock.send(session.unsent[0])
-            except BlockingIOError:
-                return
-            except OSError as error:  # gone, which the loop hears by itself, or a message too long for the socket
-                logger.debug("a message to %s/%d is not sent: %s", session.attach.kind, session.sid, error)
-            session.unsent.popleft()
+    def flush(self, now: float) -> None:
+        """Say what this turn has brought, to each client in one go."""
+        while self._to_flush:
+            self._to_flush.popitem()[1].outbox.flush()
 
     def dismiss(self) -> None:
         """End every session, so that no client waits for this node any more. Its name stays taken: whoever connects is
@@ -259,6 +251,8 @@ class Sessions:
     def _end(self, session: Session) -> None:
         if self._by_fd.pop(session.fd, None) is None:
             return
+        self._to_flush.pop(session.sid, None)
+        session.outbox.flush()
         session.sock.close()
         if session.pidfd >= 0:
             del self._by_pidfd[session.pidfd]

@@ -5,27 +5,55 @@ Owns the order in which holders are tried. It must never start anything.
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
+from typing import NamedTuple
 
-from ec_p2p.control.messages import EntryState
+from ec_p2p.control.messages import EntryState, NodeInfo
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Holder
 from ec_p2p.node.peers import Peers, PeerState
+from ec_p2p.node.rates import Rates
 from ec_p2p.node.saving import Saving
 
 
-class FleetSources:
-    """The `Sources` of a node. Used by its loop only."""
+class _Rank(NamedTuple):
+    """The lower the better, from the first to the last."""
 
-    def __init__(self, incarnation: bytes, links: DirectoryLinks, peers: Peers, saving: Saving) -> None:
-        self._incarnation = incarnation
+    only_on_disk: bool
+    cannot_be_read_now: bool
+    failed_lately: bool
+    on_another_host: bool
+    doublings: int
+    """Of the time that the READ may take, what is in flight from there included. A holder that has not been measured
+    comes before those that have: that is how it gets measured."""
+    turn: int
+    """An order of this reader's own, so that a popular entry is not read from one holder by all."""
+
+
+class FleetSources:
+    """The `Sources` of a node. Used by its loop only. `outstanding(incarnation)` are bytes in flight from there."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        links: DirectoryLinks,
+        peers: Peers,
+        saving: Saving,
+        rates: Rates,
+        outstanding: Callable[[bytes], int],
+    ) -> None:
+        self._incarnation = info.incarnation
+        self._host = _host(info)
         self._links = links
         self._peers = peers
         self._saving = saving
+        self._rates = rates
+        self._outstanding = outstanding
 
     def holders(self, identity: bytes) -> list[Holder]:
-        """Other nodes that hold the entry: those with it in memory first, those that can be read now first among them,
-        each reader in an order of its own, so that a popular entry is not read from one holder only."""
+        """Other nodes that hold the entry, the best first."""
         found = [
             (info, advert)
             for info, advert in self._links.lookup(identity)
@@ -44,11 +72,22 @@ class FleetSources:
             for info, advert in self._links.lookup(identity)
         )
 
-    def _rank(self, holder: Holder) -> tuple[bool, bool, int]:
+    def _rank(self, holder: Holder) -> _Rank:
         info, advert = holder
-        peer = self._peers.get(info.incarnation)
-        return (
+        incarnation = info.incarnation
+        peer = self._peers.get(incarnation)
+        expected_s = self._rates.expected_s(incarnation, advert.nbytes + self._outstanding(incarnation))
+        return _Rank(
             advert.state == EntryState.DISK,
             peer is None or peer.state is not PeerState.READY,
-            zlib.crc32(self._incarnation + info.incarnation),
+            self._rates.distrusted(incarnation),
+            _host(info) != self._host,
+            # Whole doublings: what differs by less is noise, and would send everybody to the same holder.
+            0 if expected_s is None else max(1, math.frexp(expected_s * 1e6)[1]),
+            zlib.crc32(self._incarnation + incarnation),
         )
+
+
+def _host(info: NodeInfo) -> str:
+    """Of 'tcp://host:port'. Nodes that advertise the same host share its memory bus, and no network lies between."""
+    return info.address.rpartition(":")[0]

@@ -20,6 +20,7 @@ from ec_p2p.engine.tally import Series, Tally
 from ec_p2p.node.counters import flat
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetches
+from ec_p2p.node.fetch_policy import EncodeTimes
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attached, Inspection
 from ec_p2p.node.peers import Peers
@@ -42,6 +43,7 @@ class Status:
     leases: Leases
     wants: Wants
     fetches: Fetches
+    encode_times: EncodeTimes
     staging: Staging
     peers: Peers
     links: DirectoryLinks
@@ -108,6 +110,7 @@ class Status:
             ("fetches_in_flight", ()): len(self.fetches),
             ("stagings_in_flight", ()): len(self.staging),
             ("quarantined_bytes", ()): self.fetches.quarantined_bytes,
+            ("encode_seconds_per_row", ()): self.encode_times.seconds_per_row or 0.0,
             ("peers_ready", ()): self.peers.ready_count(),
             ("directory_connected", ()): self.links.connected,
             ("info", tuple(info.items())): 1,

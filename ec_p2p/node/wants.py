@@ -25,6 +25,7 @@ from typing import Protocol
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
+from ec_p2p.node.fetch_policy import FetchPolicy
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
 from ec_p2p.node.sessions import Session
@@ -78,6 +79,7 @@ class Wants:
         fetches: Fetches,
         leases: Leases,
         sources: Sources,
+        policy: FetchPolicy,
         counters: Tally,
         on_used: Callable[[Entry], None],
         send: Callable[[Session, FromNode], None],
@@ -88,6 +90,7 @@ class Wants:
         self._fetches = fetches
         self._leases = leases
         self._sources = sources
+        self._policy = policy
         self._counters = counters
         self._on_used = on_used
         self._send = send
@@ -199,14 +202,14 @@ class Wants:
         """Indices worth trying; the others could never be in the arena together with those before them."""
         if len(waiting.want.items) == 1:
             return [0]  # the fetch itself finds out
-        sizes: list[int] = []
+        sizes = [self._known_size(item.identity) for item in waiting.want.items]
+        if self._backend.fits_together(sizes):
+            return list(range(len(sizes)))
         fitting: list[int] = []
-        for index, item in enumerate(waiting.want.items):
-            size = self._known_size(item.identity)
-            if size and not self._backend.fits_together([*sizes, size]):
+        for index, size in enumerate(sizes):
+            if size and not self._backend.fits_together([*(sizes[other] for other in fitting), size]):
                 self._missing(waiting, index, "too_large")
             else:
-                sizes.append(size)
                 fitting.append(index)
         return fitting
 
@@ -237,6 +240,10 @@ class Wants:
         if not waiting.want.local_only and not hopeless:
             holders = self._sources.holders(item.identity)
             fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
+            against = self._policy.against(fitting) if fitting and item.can_encode else ""
+            if against:
+                self._missing(waiting, index, against)
+                return
             if fitting:
                 self._fetches.start(item.identity, fitting, now, waiting.deadline)
                 return

@@ -17,6 +17,7 @@ from ec_p2p.node.fetch import Fetches
 from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import PeerState
+from ec_p2p.node.rates import Rates
 from ec_p2p.node.staging import Staging
 from ec_p2p.transport.interface import State, TransportError
 
@@ -61,15 +62,18 @@ class Wire:
         self.state = State.DONE
         self.peer_state = PeerState.READY
         self.takes_requests = True
+        self.reads = []
+        """(peer, spans) of every READ."""
         self.readings = []
         self.asked = []
 
     def read(self, peer, spans):
         if self.state is None:
             raise TransportError("refused")
-        [span] = spans
-        if span.nbytes == RECORD_BYTES:
-            self.arena.buffer[span.local : span.local + RECORD_BYTES] = self.record
+        self.reads.append((peer, list(spans)))
+        for span in spans:
+            if span.nbytes == RECORD_BYTES:
+                self.arena.buffer[span.local : span.local + RECORD_BYTES] = self.record
         self.readings.append(Reading(self.state))
         return self.readings[-1]
 
@@ -150,6 +154,7 @@ class Rig:
             self.arena.buffer,
             self.wire,
             Peers(self.wire),
+            Rates(),
             self.counters,
             2.0,
             self.on_landed,

@@ -128,6 +128,7 @@ def test_a_slab_that_cannot_be_registered_is_done_without(open_rig):
     assert (rig.landed, rig.failed) == ([], [])
     rig.memory.release(held)
     rig.memory.progress(1.0)
+    rig.fetches.turn(1.0)
     assert rig.failed == [(A, "failed")]  # it was read: its record says something else
     assert rig.backend.reserved_bytes == 0
 
@@ -156,13 +157,13 @@ def test_the_holders_disk_has_its_time_from_when_the_holder_was_asked(open_rig):
     assert list(rig.fetches.deadlines()) == [3.9]
     rig.turn(3.8)
     rig.fetches.staged(info.incarnation, A, advert(), 3.8)
+    rig.turn(3.8)
     assert [entry.identity for entry in rig.landed] == [A]
 
 
 def test_nobody_is_called_from_within_start(open_rig):
     rig = open_rig()
     rig.fetches.start(A, [holder(1, advert())], 0.0, 10.0)
-    assert len(rig.wire.readings) == 2, "the payload's and the record's: time is of the essence"
     rig.wire.peer_state = PeerState.UNUSABLE
     rig.fetches.start(B, [holder(1, advert(B))], 0.0, 10.0)
     rig.fetches.start(C, [holder(1, advert(C, rows=MIB))], 0.0, 10.0)
@@ -171,7 +172,7 @@ def test_nobody_is_called_from_within_start(open_rig):
     assert min(rig.fetches.deadlines()) <= 0.0, "the loop must not sleep over it"
     rig.fetches.turn(0.0)
     assert [entry.identity for entry in rig.landed] == [A]
-    assert rig.failed == [(B, "failed"), (C, "too_large"), (D, "deadline")]
+    assert sorted(rig.failed) == [(B, "failed"), (C, "too_large"), (D, "deadline")]
 
 
 def test_a_fetch_that_nobody_wants_any_more_takes_no_memory(open_rig):

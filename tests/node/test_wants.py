@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import Landed, Missing, Pending, Want, WantItem
 from ec_p2p.node.peers import PeerState
+from ec_p2p.node.rates import Rates
 from ec_p2p.node.wants import Wants
 from ec_p2p.transport.interface import State
 
@@ -33,6 +35,7 @@ class Answering(Rig):
             self.fetches,
             Leases(),
             self,
+            FetchPolicy("always", Rates(), EncodeTimes()),
             self.counters,
             lambda entry: None,
             lambda session, message: self.said.append((session.sid, message)),

@@ -1,0 +1,68 @@
+"""What the node says to one client: all of one turn of its loop in one datagram, or a few.
+
+Owns the messages that have not left yet. A datagram wakes its reader, and costs more than a message does to make: a
+want of sixteen items that land together is answered with one. It must never wait for the client, nor keep more for it
+than UNSENT messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+
+from ec_p2p.control.codec import encode
+from ec_p2p.node.messages import FromNode, Inspection, Several
+
+logger = logging.getLogger(__name__)
+
+UNSENT = 10_000
+"""More messages for a client that does not read are lost."""
+TOGETHER = 64
+"""Messages in one datagram at most. An inspection, which may be long, has one of its own."""
+
+
+class Outbox:
+    """Of the client `who`, for the log, at the other end of `sock`. Used by the node's loop only."""
+
+    __slots__ = ("_frame", "_messages", "_sock", "_who")
+
+    def __init__(self, sock: socket.socket, who: str) -> None:
+        self._sock = sock
+        self._who = who
+        self._messages: deque[FromNode] = deque()
+        self._frame: bytes | None = None
+        """One that the socket had no room for."""
+
+    def __bool__(self) -> bool:
+        """Whether `flush` has something to do."""
+        return self._frame is not None or bool(self._messages)
+
+    def add(self, message: FromNode) -> None:
+        """To be said with the next `flush`."""
+        if len(self._messages) >= UNSENT:
+            logger.warning("%s does not read its messages; one is lost", self._who)
+            return
+        self._messages.append(message)
+
+    def flush(self) -> None:
+        """Say it, as far as the socket takes it; the rest stays."""
+        while self:
+            if self._frame is None:
+                self._frame = encode(self._next())
+            try:
+                self._sock.send(self._frame)
+            except BlockingIOError:
+                return
+            except OSError as error:  # gone, which the loop hears by itself, or a message too long for the socket
+                logger.debug("a message to %s is not sent: %s", self._who, error)
+            self._frame = None
+
+    def _next(self) -> FromNode | Several:
+        first = self._messages.popleft()
+        if isinstance(first, Inspection):
+            return first
+        together: list[FromNode] = [first]
+        while self._messages and len(together) < TOGETHER and not isinstance(self._messages[0], Inspection):
+            together.append(self._messages.popleft())
+        return Several(together) if len(together) > 1 else first

@@ -1,0 +1,264 @@
+"""Transfers: READs of one or many entries from one holder, and the landing memory while they may write into it.
+
+Owns every READ in flight, and each landing extent from `add` until it is handed back, or freed out of quarantine. What
+was added for one holder since the last turn goes out in one READ, the records of all of it in a second one. It must
+never hand out memory that a library may still write into, nor know whether what has landed is any good.
+
+    (added) --turn, within the holder's window--> PAYLOADS --done--> RECORDS --done--> every leg arrived
+    PAYLOADS, RECORDS --failed, refused--> every leg broken, its memory handed back
+    PAYLOADS, RECORDS --late--> every leg broken, its memory QUARANTINED --the library is sure--> (freed)
+
+Of a holder with memory in quarantine nothing more is read before that has ended: it is `stuck`. So quarantine is
+bounded, by a window for each holder and by `quarantine_bytes` for all.
+
+The records are read only after the payloads have arrived: that order is what makes an unchanged record a proof.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.tally import Tally
+from ec_p2p.node.memory import Memory
+from ec_p2p.node.rates import Rates
+from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20
+"""Payload that travels together, unless a single entry has more: who waits for a small one should not have to wait for
+many large ones."""
+BATCH_LEGS = 256
+WINDOW_BYTES = 64 << 20
+"""Payload in flight from one holder, unless a single batch has more; the rest waits here. Far more than any wire needs,
+and the most that a holder which hangs can put into quarantine."""
+
+Owner = TypeVar("Owner")
+
+
+class Leg(NamedTuple, Generic[Owner]):
+    """One entry's part of a transfer. It lands in `extent`, which is the transfer's until it is handed back."""
+
+    owner: Owner
+    extent: Extent
+    payload: Span
+    record: Span
+
+
+class _End(Enum):
+    """How a transfer has ended. Broken ones by the word that the metrics use."""
+
+    ARRIVED = "arrived"
+    REFUSED = "refused"
+    FAILED = "disconnected"
+    LATE = "late"
+    STUCK = "stuck"
+    """It was never posted: the holder hangs."""
+
+
+class _Transfer(Generic[Owner]):
+    """`legs` are those not yet handed back. `end` is None while it may still move."""
+
+    __slots__ = ("deadline", "end", "legs", "nbytes", "of_records", "peer", "posted_at", "reading")
+
+    def __init__(self, peer: bytes, legs: deque[Leg[Owner]], now: float, deadline: float, *, of_records: bool) -> None:
+        self.peer = peer
+        self.legs = legs
+        self.nbytes = sum(leg.payload.nbytes for leg in legs)
+        self.of_records = of_records
+        self.posted_at = now
+        self.deadline = deadline
+        self.reading: Reading | None = None
+        self.end: _End | None = None
+
+    @property
+    def hurried(self) -> bool:
+        """Whether it wants to be polled again without a pause."""
+        return self.reading is None or bool(self.reading.unposted)
+
+
+class _Detained(NamedTuple):
+    """A READ that was late, and the memory that it may still write into."""
+
+    peer: bytes
+    reading: Reading
+    extents: list[Extent]
+
+
+class Transfers(Generic[Owner]):
+    """Used by the node's loop only; nothing blocks, nothing is called back but from within `turn`.
+
+    Each leg ends with one call of `on_arrived(owner, extent, now)` or `on_broken(owner, why, extent, now)`; the extent
+    is the callee's then. It is None where the memory stays in quarantine, or was freed at once.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: Memory,
+        rates: Rates,
+        counters: Tally,
+        read_timeout_s: float,
+        quarantine_bytes: int,
+        on_arrived: Callable[[Owner, Extent, float], None],
+        on_broken: Callable[[Owner, str, Extent | None, float], None],
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._rates = rates
+        self._counters = counters
+        self._read_timeout_s = read_timeout_s
+        self._quarantine_bytes = quarantine_bytes
+        self._on_arrived = on_arrived
+        self._on_broken = on_broken
+        self._added: dict[bytes, deque[Leg[Owner]]] = {}
+        self._in_flight: list[_Transfer[Owner]] = []
+        self._quarantine: list[_Detained] = []
+
+    def __len__(self) -> int:
+        """READs in flight: while there are any, `turn` wants to be called again soon."""
+        return len(self._in_flight)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was added that the next turn will post."""
+        return self._next_holder() is not None
+
+    @property
+    def newest_posted_at(self) -> float:
+        """When the newest READ in flight was posted; infinity while one wants to be polled without a pause; 0.0 without
+        one."""
+        return max(
+            (float("inf") if transfer.hurried else transfer.posted_at for transfer in self._in_flight), default=0.0
+        )
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return sum(extent.nbytes for held in self._quarantine for extent in held.extents)
+
+    def stuck(self, peer: bytes) -> bool:
+        """Whether nothing may be read from a holder now: it has not let go of memory, or all of them together hold too
+        much."""
+        return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._quarantine_bytes
+
+    def outstanding(self, peer: bytes) -> int:
+        """Payload bytes that were added for a holder and have not arrived yet."""
+        return sum(leg.payload.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
+
+    def add(self, peer: bytes, leg: Leg[Owner]) -> None:
+        """Have an entry read from the holder with this incarnation, from the next `turn` on. It must not be `stuck`."""
+        self._added.setdefault(peer, deque()).append(leg)
+
+    def turn(self, now: float) -> None:
+        """Look after what is in flight, then post what was added."""
+        for transfer in list(self._in_flight):
+            self._poll(transfer, now)
+        while (peer := self._next_holder()) is not None:  # what breaks at once may be added again, for another holder
+            self._read(peer, self._take_batch(peer), now, of_records=False)
+
+    def settle(self) -> None:
+        """Free what the library is done with by now."""
+        if self._quarantine:
+            self._quarantine = [held for held in self._quarantine if not self._settled(held)]
+
+    def close(self) -> None:
+        """Nothing is called back any more. The transport is closed after this, the arena after the transport."""
+        self._in_flight.clear()
+        self._added.clear()
+
+    # -------------------------------------------------------- inside
+
+    def _next_holder(self) -> bytes | None:
+        """One with something to post, and room in its window."""
+        return next((peer for peer in self._added if self._in_flight_bytes(peer) < WINDOW_BYTES), None)
+
+    def _in_flight_bytes(self, peer: bytes) -> int:
+        return sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
+
+    def _take_batch(self, peer: bytes) -> deque[Leg[Owner]]:
+        legs = self._added[peer]
+        batch = take_batch(legs)
+        if not legs:
+            del self._added[peer]
+        return batch
+
+    def _read(self, peer: bytes, legs: deque[Leg[Owner]], now: float, *, of_records: bool) -> None:
+        spans = [leg.record for leg in legs] if of_records else [leg.payload for leg in legs if leg.payload.nbytes]
+        if not spans:
+            self._read(peer, legs, now, of_records=True)
+            return
+        transfer = _Transfer(peer, legs, now, now + self._read_timeout_s, of_records=of_records)
+        self._in_flight.append(transfer)
+        try:
+            transfer.reading = self._transport.read(peer.hex(), spans)
+        except TransportError as error:
+            logger.info("READ from %s refused: %s", peer.hex()[:8], error)
+            transfer.end = _End.REFUSED
+        else:
+            self._counters.add("transfers", of="records" if of_records else "payloads")
+        self._poll(transfer, now)
+
+    def _poll(self, transfer: _Transfer[Owner], now: float) -> None:
+        if transfer.end is None:
+            transfer.end = self._look(transfer, now)
+        if transfer.end is None:
+            return
+        if transfer.end is _End.ARRIVED and not transfer.of_records:
+            self._in_flight.remove(transfer)
+            self._rates.observe(transfer.peer, transfer.nbytes, transfer.posted_at)
+            self._read(transfer.peer, transfer.legs, now, of_records=True)
+            return
+        while transfer.legs:  # one by one: should a callee raise, the next turn goes on with the others
+            leg = transfer.legs.popleft()
+            if transfer.end is _End.ARRIVED:
+                self._on_arrived(leg.owner, leg.extent, now)
+            else:
+                extent = None if transfer.end is _End.LATE else leg.extent
+                self._on_broken(leg.owner, transfer.end.value, extent, now)
+        self._in_flight.remove(transfer)
+
+    def _look(self, transfer: _Transfer[Owner], now: float) -> _End | None:
+        assert transfer.reading is not None
+        state = transfer.reading.poll()
+        if state is State.POSTED:
+            if now < transfer.deadline:
+                return None
+            self._detain(_Detained(transfer.peer, transfer.reading, [leg.extent for leg in transfer.legs]), now)
+            return _End.LATE
+        transfer.reading.release()
+        return _End.ARRIVED if state is State.DONE else _End.FAILED
+
+    def _detain(self, held: _Detained, now: float) -> None:
+        if self._settled(held):
+            return
+        self._counters.add("quarantined", len(held.extents))
+        self._quarantine.append(held)
+        in_vain = self._added.pop(held.peer, None)
+        if in_vain:
+            transfer = _Transfer(held.peer, in_vain, now, now, of_records=False)
+            transfer.end = _End.STUCK
+            self._in_flight.append(transfer)
+
+    def _settled(self, held: _Detained) -> bool:
+        """Free the memory, if nothing can write into it any more."""
+        held.reading.poll()
+        if not held.reading.release():
+            return False
+        for extent in held.extents:
+            self._memory.release(extent)
+        return True
+
+
+def take_batch(legs: deque[Leg[Owner]]) -> deque[Leg[Owner]]:
+    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and BATCH_BYTES, or one."""
+    batch = deque([legs.popleft()])
+    nbytes = batch[0].payload.nbytes
+    while legs and len(batch) < BATCH_LEGS and nbytes + legs[0].payload.nbytes <= BATCH_BYTES:
+        nbytes += legs[0].payload.nbytes
+        batch.append(legs.popleft())
+    return batch

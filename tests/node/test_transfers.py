@@ -1,0 +1,209 @@
+"""Many entries in one READ, and what becomes of each when it ends in one way or another."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+
+import pytest
+
+from ec_p2p.engine.generation import RECORD_BYTES
+from ec_p2p.engine.tally import Tally
+from ec_p2p.node.rates import Rates
+from ec_p2p.node.transfers import BATCH_BYTES, BATCH_LEGS, WINDOW_BYTES, Leg, Transfers, take_batch
+from ec_p2p.transport.interface import Span, State
+
+from .played import MIB, Rig
+
+ONE, OTHER = bytes(16), bytes([1] * 16)
+
+
+class Bench:
+    """Transfers over a rig's arena and wire."""
+
+    def __init__(self, rig):
+        self.rig = rig
+        self.ended = []
+        self.raises = 0
+        self.transfers = Transfers(
+            rig.wire,
+            rig.memory,
+            Rates(),
+            Tally(),
+            2.0,
+            1 << 30,
+            self.arrived,
+            lambda *ending: self.ended.append(ending),
+        )
+
+    def arrived(self, owner, extent, now):
+        if self.raises:
+            self.raises -= 1
+            raise RuntimeError("a callee's own error")
+        self.ended.append((owner, "arrived", extent, now))
+
+    def add(self, owner, peer=ONE, nbytes=4096):
+        extent = self.rig.memory.reserve(nbytes + RECORD_BYTES)
+        payload, record = Span(0, extent.offset, nbytes), Span(64, extent.offset + nbytes, RECORD_BYTES)
+        self.transfers.add(peer, Leg(owner, extent, payload, record))
+
+    def endings(self):
+        return [(owner, how) for owner, how, _, _ in self.ended]
+
+
+@pytest.fixture
+def bench():
+    with ExitStack() as stack:
+        rig = Rig()
+        stack.callback(rig.close)
+        yield Bench(rig)
+
+
+def reads(bench):
+    return [[span.nbytes for span in spans] for _, spans in bench.rig.wire.reads]
+
+
+def test_entries_of_one_holder_go_in_one_read_and_their_records_in_another(bench):
+    for owner in "abc":
+        bench.add(owner)
+    bench.add("d", OTHER)
+    bench.transfers.turn(0.0)
+    assert sorted(map(len, reads(bench))) == [1, 1, 3, 3]
+    assert sorted(bench.endings()) == [(owner, "arrived") for owner in "abcd"]
+    assert not bench.transfers
+    assert not bench.transfers.waiting
+
+
+def test_an_entry_without_bytes_has_a_record_all_the_same(bench):
+    bench.add("empty", nbytes=0)
+    bench.transfers.turn(0.0)
+    assert reads(bench) == [[RECORD_BYTES]]
+    assert bench.endings() == [("empty", "arrived")]
+
+
+@pytest.mark.parametrize(("state", "how"), [(None, "refused"), (State.FAILED, "disconnected")])
+def test_when_the_read_fails_each_has_its_memory_back(bench, state, how):
+    bench.rig.wire.state = state
+    for owner in "abc":
+        bench.add(owner)
+    bench.transfers.turn(0.0)
+    assert bench.endings() == [(owner, how) for owner in "abc"]
+    for _, _, extent, _ in bench.ended:
+        bench.rig.memory.release(extent)
+    assert bench.rig.backend.reserved_bytes == 0
+
+
+def test_when_the_read_is_late_nobody_has_the_memory_until_the_library_lets_go(bench):
+    bench.rig.wire.state = State.POSTED
+    for owner in "ab":
+        bench.add(owner)
+    bench.transfers.turn(0.0)
+    [reading] = bench.rig.wire.readings
+    reading.let_go = False
+    bench.transfers.turn(1.9)
+    assert bench.ended == []
+    bench.transfers.turn(2.0)
+    assert bench.ended == [("a", "late", None, 2.0), ("b", "late", None, 2.0)]
+    bench.transfers.settle()
+    assert bench.transfers.quarantined_bytes == bench.rig.backend.reserved_bytes > 0
+    reading.let_go = True
+    bench.transfers.settle()
+    assert bench.transfers.quarantined_bytes == bench.rig.backend.reserved_bytes == 0
+
+
+def test_of_a_holder_that_hangs_nothing_more_is_read_until_it_lets_go(bench):
+    bench.rig.wire.state = State.POSTED
+    bench.add("a")
+    bench.transfers.turn(0.0)
+    [reading] = bench.rig.wire.readings
+    reading.let_go = False
+    assert not bench.transfers.stuck(ONE)
+    bench.transfers.turn(2.0)
+    assert bench.transfers.stuck(ONE)
+    assert not bench.transfers.stuck(OTHER)
+    reading.let_go = True
+    bench.transfers.settle()
+    assert not bench.transfers.stuck(ONE)
+
+
+def test_a_window_bounds_what_is_in_flight_and_so_what_a_holder_can_detain(bench):
+    bench.rig.wire.state = State.POSTED
+    payload = Span(0, 0, WINDOW_BYTES // 2)
+    for owner in "abcd":
+        extent = bench.rig.memory.reserve(4096)
+        bench.transfers.add(ONE, Leg(owner, extent, payload, Span(0, 0, RECORD_BYTES)))
+    bench.transfers.turn(0.0)
+    assert len(bench.rig.wire.readings) == 2
+    assert not bench.transfers.waiting
+    assert bench.transfers.outstanding(ONE) == 2 * WINDOW_BYTES
+    assert bench.transfers.outstanding(OTHER) == 0
+    for reading in bench.rig.wire.readings:
+        reading.let_go = False
+    bench.transfers.turn(2.0)
+    bench.transfers.turn(2.0)
+    assert sorted(bench.endings()) == [("a", "late"), ("b", "late"), ("c", "stuck"), ("d", "stuck")]
+    assert {owner for owner, _, extent, _ in bench.ended if extent is None} == {"a", "b"}
+    assert not bench.transfers
+
+
+def test_what_waits_for_its_window_goes_out_when_there_is_room(bench):
+    bench.rig.wire.state = State.POSTED
+    for owner in "abc":
+        extent = bench.rig.memory.reserve(4096)
+        bench.transfers.add(ONE, Leg(owner, extent, Span(0, 0, WINDOW_BYTES), Span(0, 0, RECORD_BYTES)))
+    bench.transfers.turn(0.0)
+    assert len(bench.rig.wire.readings) == 1
+    bench.rig.wire.state = bench.rig.wire.readings[0].state = State.DONE
+    bench.transfers.turn(0.1)
+    assert bench.endings() == [(owner, "arrived") for owner in "abc"]
+
+
+def test_with_too_much_in_quarantine_nobody_is_read_from(bench):
+    bench.transfers._quarantine_bytes = 4096
+    bench.rig.wire.state = State.POSTED
+    bench.add("a")
+    bench.transfers.turn(0.0)
+    bench.rig.wire.readings[0].let_go = False
+    bench.transfers.turn(2.0)
+    assert bench.transfers.stuck(OTHER)
+
+
+def test_a_slow_read_holds_up_no_other(bench):
+    bench.rig.wire.state = State.POSTED
+    bench.add("slow")
+    bench.transfers.turn(0.0)
+    bench.rig.wire.state = State.DONE
+    bench.add("fast")
+    bench.transfers.turn(0.1)
+    assert bench.endings() == [("fast", "arrived")]
+    assert len(bench.transfers) == 1
+
+
+def test_a_callee_that_raises_costs_the_others_nothing(bench):
+    for owner in "abc":
+        bench.add(owner)
+    bench.raises = 1
+    with pytest.raises(RuntimeError):
+        bench.transfers.turn(0.0)
+    assert bench.transfers.newest_posted_at == 0.0
+    bench.transfers.turn(0.0)
+    assert bench.endings() == [("b", "arrived"), ("c", "arrived")]
+    assert len(bench.transfers) == 0
+
+
+def test_batches_are_bounded_in_bytes_and_in_entries():
+    def legs(*sizes):
+        return [Leg(index, None, Span(0, 0, size), Span(0, 0, 64)) for index, size in enumerate(sizes)]
+
+    def sizes(legs):
+        waiting = deque(legs)
+        batches = []
+        while waiting:
+            batches.append([leg.payload.nbytes for leg in take_batch(waiting)])
+        return batches
+
+    assert sizes([]) == []
+    assert sizes(legs(MIB, MIB)) == [[MIB, MIB]]
+    assert sizes(legs(2 * BATCH_BYTES, 1, 2)) == [[2 * BATCH_BYTES], [1, 2]]
+    assert sizes(legs(BATCH_BYTES - 1, 1, 1)) == [[BATCH_BYTES - 1, 1], [1]]
+    assert list(map(len, sizes(legs(*[1] * (BATCH_LEGS + 1))))) == [BATCH_LEGS, 1]
