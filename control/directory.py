@@ -45,6 +45,7 @@ _ROUTER_SEND_HWM = 16
 _ROUTER_RECEIVE_HWM = 16
 _PUB_HWM = 256
 _LONGEST_SUBSCRIPTION = 256
+_LINGER_MS = 500
 _BEHIND_TIMEOUTS = 3
 
 
@@ -92,7 +93,9 @@ class Directory:
         self._snapshots = Snapshots(self._router, self.epoch)
         # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
         # a stranger's long one would overflow the stack.
-        self._pub = open_socket(self._context, zmq.XPUB, bind, send_hwm=_PUB_HWM, max_frame=_LONGEST_SUBSCRIPTION)
+        self._pub = open_socket(
+            self._context, zmq.XPUB, bind, send_hwm=_PUB_HWM, linger_ms=_LINGER_MS, max_frame=_LONGEST_SUBSCRIPTION
+        )
         self._publications = Publications(self._pub, self.epoch, heartbeat_s)
         try:
             for socket in self.sockets:
@@ -176,6 +179,10 @@ class Directory:
         """What the snapshots that were sent in full took, added up."""
         return self._snapshots.seconds
 
+    def knows(self, incarnation: bytes) -> bool:
+        """Whether there is such a node. From any thread."""
+        return self._state.knows(incarnation)
+
     def run(self) -> None:
         """Serve until `stop`."""
         poller = zmq.Poller()
@@ -187,6 +194,8 @@ class Directory:
             ready = dict(poller.poll(math.ceil(max(0.0, wait_s) * 1000)))
             self.pulse.beat()
             wait_s = self.turn(ready, time.monotonic())
+        # What was heard, a goodbye for one, is passed on.
+        self._publications.tick(time.monotonic(), at_once=True)
 
     def turn(self, ready: Container[object], now: float) -> float:
         """What `run` does again and again: hear the sockets that are `ready`, publish, send snapshots. Returns the

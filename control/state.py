@@ -64,6 +64,10 @@ class DirectoryState:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def knows(self, incarnation: bytes) -> bool:
+        """Whether there is such a node. From any thread."""
+        return incarnation in self._nodes
+
     def entries_by_state(self) -> dict[int, int]:
         """How many entries are in each EntryState. Unlike the rest it may be called from any thread."""
         counts = dict.fromkeys(map(int, EntryState), 0)

@@ -16,6 +16,7 @@ from ec_p2p.control.directory import Directory
 from ec_p2p.control.directory_figures import source_of
 from ec_p2p.control.exposition import Exposition
 from ec_p2p.control.sockets import split_endpoint
+from ec_p2p.descriptors import allow_descriptors
 from ec_p2p.keys import security_of
 from ec_p2p.node.network import say_who_gets_in
 
@@ -63,9 +64,15 @@ def run(args: argparse.Namespace) -> int:
         pub_port = _next_port(args.bind) if args.pub_port is None else args.pub_port
         if not 0 <= pub_port < 65536:
             return _refuse(f"--pub-port={pub_port!r}; accepted: a port number from 0 to 65535")
-        directory = Directory(args.bind, pub_port, node_timeout_s=args.node_timeout, security=security)
+        # Followers that wait no longer for a directory than it does for nodes must not miss it.
+        heartbeat_s = min(1.0, args.node_timeout / 4)
+        directory = Directory(
+            args.bind, pub_port, node_timeout_s=args.node_timeout, heartbeat_s=heartbeat_s, security=security
+        )
     except (ValueError, zmq.ZMQError) as error:
         return _refuse(f"--bind={args.bind!r} --pub-port={args.pub_port!r}: {error}")
+
+    allow_descriptors()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         directory.stop()

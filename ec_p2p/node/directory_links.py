@@ -8,6 +8,7 @@ independent; a node that reaches one of them sees what that one sees.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
@@ -26,6 +27,8 @@ from ec_p2p.control.view import View
 logger = logging.getLogger(__name__)
 
 _TRY_TO_HOST_S = 1.0
+_FAREWELL_S = 0.5
+_LOOK_AGAIN_S = 0.002
 
 
 class DirectoryLinks:
@@ -49,6 +52,7 @@ class DirectoryLinks:
         self._context = context
         self._security = security
         self._config = config
+        self._info = info
         self._bind_host = bind_host
         self._announcers: list[Announces] = [
             announce_to(
@@ -145,6 +149,10 @@ class DirectoryLinks:
             announcer.close()
         self._view.close()
         if self._embedded is not None:
+            # Who is left hears of the end of this node from nobody else.
+            until = time.monotonic() + _FAREWELL_S
+            while self._embedded.knows(self._info.incarnation) and time.monotonic() < until:
+                time.sleep(_LOOK_AGAIN_S)
             self._embedded.close()
             self._embedded = None
 

@@ -3,8 +3,8 @@
 What is true of ZMQ over TCP is true here. One connection is a queue in each direction: what it delivers it delivers in
 order, and what was on its way when it ends is lost from some point on. Nothing else is in order: not two connections of
 the same socket, of which the older may be read after the younger, and not two sockets. A DEALER that is not connected
-takes nothing (IMMEDIATE), a full queue takes nothing either, and an XPUB drops what a full subscriber should have got.
-Whoever is not answered for five seconds is cut off and dialled again.
+takes nothing (IMMEDIATE), a full queue takes nothing either, and an XPUB drops what a full subscriber should have got,
+or with XPUB_NODROP sends it to nobody. Whoever is not answered for five seconds is cut off and dialled again.
 
 What can be done to a link: `cut` (nothing passes, nobody is told), `mend`, `reset` (the connections end), and, of
 what comes next over it, `lose` and `repeat`, which real connections do not do, or only where they drop.
@@ -24,6 +24,7 @@ import pytest
 import zmq
 
 from ec_p2p.control import announcer, directory, replica
+from ec_p2p.control.messages import TOPIC
 
 CAPACITY = 1000
 """Messages on their way, and not yet read, at most, of one connection in one direction."""
@@ -342,12 +343,17 @@ class VirtualSocket:
         self._peers: dict[bytes, Dial] = {}
         self._routes: dict[int, bytes] = {}
         self._topics: list[bytes] = []
+        self._left: deque[list[bytes]] = deque()
+        """The subscriptions that ended with their connections, as an XPUB tells of them."""
+        self._drops = True
 
     # -------------------------------------------------------- as the control plane sees it
 
     def setsockopt(self, option: int, value: Any) -> None:
         if option == zmq.SUBSCRIBE:
             self._topics.append(value)
+        elif option == zmq.XPUB_NODROP:
+            self._drops = not value
 
     def getsockopt_string(self, option: int) -> str:
         assert option == zmq.LAST_ENDPOINT
@@ -375,6 +381,8 @@ class VirtualSocket:
     def send_multipart(self, frames: Any, flags: int = 0, copy: bool = True) -> None:
         frames = [bytes(frame) for frame in frames]
         if self._kind == zmq.XPUB:
+            if not self._drops and any(dial.to_client.full for dial in self._peers.values()):
+                raise zmq.Again
             self.network.published(frames)
             for dial in self._peers.values():
                 if not dial.to_client.full:
@@ -393,6 +401,8 @@ class VirtualSocket:
             channel.send(frames)
 
     def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[bytes]:
+        if self._left:
+            return self._left.popleft()
         if not self._unread:
             raise zmq.Again
         # Whose turn it is among several connections is anybody's guess.
@@ -416,7 +426,7 @@ class VirtualSocket:
 
     @property
     def readable(self) -> bool:
-        return bool(self._unread)
+        return bool(self._unread or self._left)
 
     def look(self, channel: Channel) -> None:
         """What is unread in it has changed."""
@@ -435,7 +445,9 @@ class VirtualSocket:
             self._peers[dial.route] = dial
 
     def dropped(self, dial: Dial) -> None:
-        self._peers.pop(dial.route, None)
+        if self._peers.pop(dial.route, None) and self._kind == zmq.XPUB:
+            self._left.append([b"\x00" + TOPIC])
+            self.process.wake()
 
     def arrived(self, channel: Channel) -> None:
         if self._kind == zmq.XPUB and channel.open:
