@@ -101,8 +101,9 @@ def serve_directory(pipe: Pipe, bind: str = "tcp://127.0.0.1:0", pub_port: int =
 def serve_nodes(pipe: Pipe, endpoint: str, numbers: list[int]) -> None:
     """Announcers of the nodes with these numbers.
 
-    ("make", n)         make adverts until each node has n; answered when they are made, but not yet told
-    ("send",)           tell them; answered when all has been sent
+    ("make", n)         make adverts until each node has n
+    ("note",)           note them in the announcers, and stand still until ("send",) comes: then tell them. Both are
+                        answered
     ("pace", per_s)     describe entries anew, so many a second over all nodes, until ("rest",), answered with
                         (adverts sent, seconds)
     ("probe", n, gap_s) n adverts, one every gap_s seconds; answered after the last
@@ -120,11 +121,13 @@ def serve_nodes(pipe: Pipe, endpoint: str, numbers: list[int]) -> None:
                 for node in nodes:
                     node.make(command[1])
                 pipe.send(None)
-            elif command[0] == "send":
+            elif command[0] == "note":
                 for node in nodes:
-                    node.store_unsent()
+                    node.note()
+                pipe.send(None)
+                pipe.recv()
+                for node in nodes:
                     turns.touch(node.announcer)
-                    turns.turn(0.0)
                 turns.until(lambda: all(_settled(node.announcer) for node in nodes))
                 pipe.send(None)
             elif command[0] == "pace":
@@ -216,15 +219,15 @@ class _Node:
         info = NodeInfo(os.urandom(16), f"bench-{number}", f"tcp://127.0.0.1:{1 + number % 65535}")
         self.announcer = Announcer(context, endpoint, info)
         self.adverts: list[Advert] = []
-        self._sent = 0
+        self._noted = 0
 
     def make(self, count: int) -> None:
         self.adverts += [self._advert(os.urandom(32), number) for number in range(len(self.adverts), count)]
 
-    def store_unsent(self) -> None:
-        for advert in self.adverts[self._sent :]:
+    def note(self) -> None:
+        for advert in self.adverts[self._noted :]:
             self.announcer.store(advert)
-        self._sent = len(self.adverts)
+        self._noted = len(self.adverts)
 
     def describe_anew(self, number: int, generation: int) -> None:
         self.announcer.store(self._advert(self.adverts[number % len(self.adverts)].identity, number, generation))

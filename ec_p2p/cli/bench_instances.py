@@ -86,6 +86,7 @@ def measure(count: int, seconds: float) -> dict[str, Any]:
         nodes = [start(serve_nodes, endpoint, list(group)) for group in groups]
         for remote in nodes:
             remote.ask("make", _ENTRIES)
+            remote.ask("note")
         started = time.monotonic()
         for remote in nodes:
             remote.tell("send")
