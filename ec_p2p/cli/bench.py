@@ -13,6 +13,7 @@ def add_parser(subparsers: Any) -> None:
     benches = parser.add_subparsers(required=True, metavar="WHAT")
     fetch = benches.add_parser("fetch", help="fetch between two nodes, against a raw READ and a memcpy")
     fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"))
+    fetch.add_argument("--items", default="1", help="comma-separated: fetch each size as so many entries")
     fetch.set_defaults(run=run_fetch)
     engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
     engine.add_argument("--index-keys", type=int, default=1_000_000, help="measure an index of so many; 0: do not")
@@ -47,7 +48,7 @@ def run_engine(args: argparse.Namespace) -> int:
 def run_fetch(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_fetch import run
 
-    return run(_sizes(args), args.transport, args.repeat, as_json=args.json)
+    return run(_sizes(args), _counts("--items", args.items), args.transport, args.repeat, as_json=args.json)
 
 
 def run_directory(args: argparse.Namespace) -> int:
@@ -64,6 +65,16 @@ def run_policy(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_policy import run
 
     return run(args.requests, args.items, as_json=args.json)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or max(counts) > 64:
+        raise ConfigError(f"{option}={text!r}; accepted: comma-separated numbers from 1 to 64")
+    return counts
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:

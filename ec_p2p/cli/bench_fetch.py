@@ -2,7 +2,8 @@
 
 Three processes, as in a fleet: a holder (an ordinary node), a reader (a node whose loop this process turns, so that
 raw READs run between the same two processes), and a client of the reader. Every round measures, one after the other,
-a raw READ, a fetch as the node and as the client see it, and a memcpy of the same bytes.
+a raw READ, a fetch as the node and as the client see it, and a memcpy of the same bytes. A fetch may be of several
+items that make up the same bytes together; the raw READ is of one all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import statistics
 import subprocess
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ec_p2p.config import Config, make_config
 from ec_p2p.node.client import NodeClient
@@ -25,29 +26,50 @@ from ec_p2p.node.messages import Commit, Landed, Missing, OpenWindow, Release, S
 from ec_p2p.node.spawn import node_command
 
 _DIM = 1024
+_ROW_BYTES = 2 * _DIM
 _PATIENCE_S = 30.0
 
 
-def run(sizes: list[int], transport: str, repeat: int, *, as_json: bool) -> int:
+class Load(NamedTuple):
+    """What one want asks for: `items` entries of `nbytes` in all."""
+
+    nbytes: int
+    items: int
+
+    @property
+    def item_bytes(self) -> int:
+        return self.nbytes // self.items
+
+    @property
+    def identities(self) -> list[bytes]:
+        return [b"%16d%8d%8d" % (self.nbytes, self.items, index) for index in range(self.items)]
+
+
+def run(sizes: list[int], items: list[int], transport: str, repeat: int, *, as_json: bool) -> int:
     """Measure and print. Returns the exit status."""
-    rows = [_row(size, samples) for size, samples in measure(sizes, transport, repeat).items()]
+    rows = [_row(load, samples) for load, samples in measure(sizes, items, transport, repeat).items()]
     if as_json:
         keys = ("bytes", "items", "raw_us", "fetch_us", "client_us", "memcpy_us", "fetch_over_raw")
         print(json.dumps({"transport": transport, "rows": [{key: row[key] for key in keys} for row in rows]}))
         return 0
     print(f"fetch over {transport}, microseconds p50 (p90), {repeat} rounds")
-    print(f"{'bytes':>10} {'raw READ':>18} {'node fetch':>18} {'client want':>18} {'memcpy':>18} {'fetch/raw':>9}")
+    columns = " ".join(f"{name:>18}" for name in ("raw READ", "node fetch", "client want", "memcpy"))
+    print(f"{'bytes':>10} {'items':>5} {columns} {'fetch/raw':>9}")
     for row in rows:
         cells = [f"{row[f'{kind}_us']:9.1f} ({row[f'{kind}_p90_us']:.1f})" for kind in _KINDS]
-        print(f"{row['bytes']:>10} " + " ".join(f"{cell:>18}" for cell in cells) + f" {row['fetch_over_raw']:9.3f}")
+        print(
+            f"{row['bytes']:>10} {row['items']:>5} "
+            + " ".join(f"{cell:>18}" for cell in cells)
+            + f" {row['fetch_over_raw']:9.3f}"
+        )
     return 0
 
 
 _KINDS = ("raw", "fetch", "client", "memcpy")
 
 
-def _row(size: int, samples: dict[str, list[float]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"bytes": size, "items": 1}
+def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"bytes": load.nbytes, "items": load.items}
     for kind in _KINDS:
         seconds = sorted(samples[kind])
         row[f"{kind}_us"] = round(statistics.median(seconds) * 1e6, 1)
@@ -56,9 +78,11 @@ def _row(size: int, samples: dict[str, list[float]]) -> dict[str, Any]:
     return row
 
 
-def measure(sizes: list[int], transport: str, repeat: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds of every measurement: {payload bytes: {kind: [...]}}. Sizes are rounded down to whole rows."""
-    sizes = [max(1, size // (2 * _DIM)) * 2 * _DIM for size in sizes]
+def measure(sizes: list[int], items: list[int], transport: str, repeat: int) -> dict[Load, dict[str, list[float]]]:
+    """Seconds of every measurement: {load: {kind: [...]}}. Sizes are rounded so that each item has whole rows."""
+    loads = [
+        Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number) for size in sizes for number in items
+    ]
     port = _free_ports()
     common = {
         "transport": transport,
@@ -66,7 +90,7 @@ def measure(sizes: list[int], transport: str, repeat: int) -> dict[int, dict[str
         "spawn_node": False,
         "metrics_port": -1,
         "share_fetched": False,
-        "max_local_cpu_size": f"{max(256 << 20, 4 * max(sizes))}B",
+        "max_local_cpu_size": f"{max(256 << 20, 6 * sum(load.nbytes for load in loads))}B",
         "slab_size": max(64 << 20, 2 * max(sizes)),
         "read_timeout_s": 10.0,
         "log_level": "WARNING",
@@ -76,16 +100,16 @@ def measure(sizes: list[int], transport: str, repeat: int) -> dict[int, dict[str
     reader = make_config({**common, "node_name": f"{tag}-reader"})
     process = subprocess.Popen(node_command(holder))
     try:
-        identities = _fill(holder, sizes)
-        return _measure_with_reader(reader, sizes, identities, repeat)
+        wholes = {load: Load(load.nbytes, 1) for load in loads}
+        _fill(holder, sorted({*loads, *wholes.values()}))
+        return _measure_with_reader(reader, wholes, repeat)
     finally:
         process.terminate()
         process.wait()
 
 
-def _measure_with_reader(
-    config: Config, sizes: list[int], identities: dict[int, bytes], repeat: int
-) -> dict[int, dict[str, list[float]]]:
+def _measure_with_reader(config: Config, wholes: dict[Load, Load], repeat: int) -> dict[Load, dict[str, list[float]]]:
+    """`wholes` maps each load to the one entry of its size, of which the raw READ is."""
     from ec_p2p.node.service import Node
 
     node = Node(config)
@@ -95,19 +119,20 @@ def _measure_with_reader(
     client.start()
     there.close()
     try:
-        _turn_until(node, lambda: all(node.sources.holders(identity) for identity in identities.values()))
+        identities = [identity for loads in wholes.items() for load in loads for identity in load.identities]
+        _turn_until(node, lambda: all(node.sources.holders(identity) for identity in identities))
         _turn_until(node, lambda: node.peers_ready == 1)
-        results: dict[int, dict[str, list[float]]] = {size: {kind: [] for kind in _KINDS} for size in sizes}
-        for size in sizes:
-            landing = node.backend.reserve(size)
-            copies = (ctypes.create_string_buffer(size), ctypes.create_string_buffer(size))
+        results: dict[Load, dict[str, list[float]]] = {load: {kind: [] for kind in _KINDS} for load in wholes}
+        for load, whole in wholes.items():
+            landing = node.backend.reserve(load.nbytes)
+            copies = (ctypes.create_string_buffer(load.nbytes), ctypes.create_string_buffer(load.nbytes))
             for round_ in range(-3, repeat):  # three rounds to touch pages and warm caches
-                raw = _raw_read(node, identities[size], landing.offset)
-                seen = _client_round(node, here, identities[size], size)
-                copied = _memcpy(*copies, size)
+                raw = _raw_read(node, whole.identities[0], landing.offset)
+                seen = _client_round(node, here, load)
+                copied = _memcpy(*copies, load.nbytes)
                 if round_ >= 0:
                     for kind, seconds in zip(_KINDS, (raw, *seen, copied), strict=True):
-                        results[size][kind].append(seconds)
+                        results[load][kind].append(seconds)
             node.backend.release(landing)
         here.send(None)
         return results
@@ -136,17 +161,16 @@ def _raw_read(node: Any, identity: bytes, landing: int) -> float:
     return seconds
 
 
-def _client_round(
-    node: Any, pipe: multiprocessing.connection.Connection, identity: bytes, size: int
-) -> tuple[float, float]:
-    """(node's, client's) seconds of one fetch. The entry is not on the reader's side: it is removed after each
-    round."""
-    pipe.send((identity, size))
+def _client_round(node: Any, pipe: multiprocessing.connection.Connection, load: Load) -> tuple[float, float]:
+    """(node's, client's) seconds of one fetch, until its last item has landed. The entries are not on the reader's
+    side: they are removed after each round."""
+    pipe.send(load)
     _turn_until(node, lambda: pipe.poll(0))
     answer = pipe.recv()
-    node.backend.remove(identity)
+    for identity in load.identities:
+        node.backend.remove(identity)
     if isinstance(answer, str):
-        raise RuntimeError(f"the fetch of {size} bytes did not land: {answer}")
+        raise RuntimeError(f"the fetch of {load.nbytes} bytes did not land: {answer}")
     return answer[0], answer[1]
 
 
@@ -169,45 +193,49 @@ def _client_main(config: Config, pipe: multiprocessing.connection.Connection) ->
     with NodeClient(config, "tool", "bench") as client:
         if not client.attach(_PATIENCE_S):
             raise SystemExit("cannot attach to the reader")
-        while (task := pipe.recv()) is not None:
-            identity, _ = task
+        while (load := pipe.recv()) is not None:
+            items = [WantItem(identity, 0) for identity in load.identities]
             started = time.perf_counter()
-            client.want([WantItem(identity, 0)], readers=0, wait_s=_PATIENCE_S, expect_s=0.0)
-            answer = _answer(client)
+            client.want(items, readers=0, wait_s=_PATIENCE_S, expect_s=0.0)
+            answers = _answers(client, len(items))
             seconds = time.perf_counter() - started
-            if isinstance(answer, Landed):
+            landed = [answer for answer in answers if isinstance(answer, Landed)]
+            for answer in landed:
                 client.send(Release(answer.lease, -1))
             # The reader's loop sleeps until a message comes: the Sync makes it look at the pipe.
-            pipe.send((answer.seconds, seconds) if isinstance(answer, Landed) else answer.reason)
+            if len(landed) == len(items):
+                pipe.send((max(answer.seconds for answer in landed), seconds))
+            else:
+                pipe.send(next(answer.reason for answer in answers if isinstance(answer, Missing)))
             client.send(Sync(0))
 
 
-def _answer(client: NodeClient) -> Landed | Missing:
+def _answers(client: NodeClient, count: int) -> list[Landed | Missing]:
+    answers: list[Landed | Missing] = []
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        for message in client.poll(1.0):
-            if isinstance(message, Landed | Missing):
-                return message
+        answers += [message for message in client.poll(1.0) if isinstance(message, Landed | Missing)]
+        if len(answers) == count:
+            return answers
     raise SystemExit("the reader does not answer")
 
 
-def _fill(config: Config, sizes: list[int]) -> dict[int, bytes]:
-    """Store one entry of each size on the holder."""
-    identities = {size: size.to_bytes(32, "big") for size in sizes}
+def _fill(config: Config, loads: list[Load]) -> None:
+    """Store the entries of every load on the holder."""
     with NodeClient(config, "tool", "bench-fill") as client:
         if not client.attach(_PATIENCE_S):
             raise RuntimeError("the holder did not start")
-        for size in sizes:
-            client.send(OpenWindow(client.next_id(), size))
-            window = _expect(client, Window)
-            arena = client.arena(client.incarnation)
-            assert arena is not None
-            arena.buffer[window.offset : window.offset + size] = os.urandom(1 << 10) * (size >> 10)
-            rows = size // (2 * _DIM)
-            client.send(Commit(window.window, identities[size], window.offset, size, rows, _DIM, "bfloat16"))
+        arena = client.arena(client.incarnation)
+        assert arena is not None
+        for load in loads:
+            size, rows = load.item_bytes, load.item_bytes // _ROW_BYTES
+            for identity in load.identities:
+                client.send(OpenWindow(client.next_id(), size))
+                window = _expect(client, Window)
+                arena.buffer[window.offset : window.offset + size] = os.urandom(1 << 10) * (size >> 10)
+                client.send(Commit(window.window, identity, window.offset, size, rows, _DIM, "bfloat16"))
         client.send(Sync(1))
         _expect(client, Synced)
-    return identities
 
 
 def _expect(client: NodeClient, kind: Any) -> Any:
