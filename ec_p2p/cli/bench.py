@@ -48,14 +48,14 @@ def run_engine(args: argparse.Namespace) -> int:
 def run_fetch(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_fetch import run
 
-    return run(_sizes(args), _counts("--items", args.items), args.transport, args.repeat, as_json=args.json)
+    return run(_sizes(args), _counts("--items", args.items, 64), args.transport, args.repeat, as_json=args.json)
 
 
 def run_directory(args: argparse.Namespace) -> int:
     if args.instances is not None:
         from ec_p2p.cli.bench_instances import run as run_instances
 
-        return run_instances(_counts(args.instances), 0.5 if args.quick else 10.0, as_json=args.json)
+        return run_instances(_counts("--instances", args.instances, 100_000), 0.5 if args.quick else 10.0, as_json=args.json)
     from ec_p2p.cli.bench_directory import FULL, QUICK, run
 
     return run(QUICK if args.quick else FULL, as_json=args.json)
@@ -67,22 +67,12 @@ def run_policy(args: argparse.Namespace) -> int:
     return run(args.requests, args.items, as_json=args.json)
 
 
-def _counts(option: str, text: str) -> list[int]:
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1 or max(counts) > 64:
-        raise ConfigError(f"{option}={text!r}; accepted: comma-separated numbers from 1 to 64")
-    return counts
-
-
 def _sizes(args: argparse.Namespace) -> list[int]:
     return [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
 
 
-def _counts(text: str) -> list[int]:
+def _counts(option: str, text: str, most: int) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(counts) < 1:
-        raise ConfigError(f"--instances={text!r}; accepted: numbers from 1, separated by commas")
+    if min(counts) < 1 or max(counts) > most:
+        raise ConfigError(f"{option}={text!r}; accepted: numbers from 1 to {most}, separated by commas")
     return counts

@@ -208,6 +208,7 @@ def _client_main(config: Config, pipe: multiprocessing.connection.Connection) ->
             else:
                 pipe.send(next(answer.reason for answer in answers if isinstance(answer, Missing)))
             client.send(Sync(0))
+            _expect(client, Synced)  # not in the next round's time
 
 
 def _answers(client: NodeClient, count: int) -> list[Landed | Missing]:
