@@ -55,7 +55,9 @@ def run_directory(args: argparse.Namespace) -> int:
     if args.instances is not None:
         from ec_p2p.cli.bench_instances import run as run_instances
 
-        return run_instances(_counts("--instances", args.instances, 100_000), 0.5 if args.quick else 10.0, as_json=args.json)
+        return run_instances(
+            _counts("--instances", args.instances, 100_000), 0.5 if args.quick else 10.0, as_json=args.json
+        )
     from ec_p2p.cli.bench_directory import FULL, QUICK, run
 
     return run(QUICK if args.quick else FULL, as_json=args.json)
