@@ -3,8 +3,9 @@
 Owns the XPUB socket's options, the sequence number, the events that are not published yet, and when they will be. Must
 never wait for a subscriber, keep more than a few messages for one, or lose one without counting it.
 
-To publish costs a little for every subscriber. So that many nodes that say little do not make it a lot, what is to be
-published is gathered for a moment that grows with the number of subscribers; with few there is none.
+To publish costs something for every subscriber. So that many nodes that say little do not make it a lot, what is to be
+published is gathered for twice as long as the publication before it takes to be sent to all; with few subscribers that
+is no time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ log = logging.getLogger(__name__)
 
 _PUBLISH_BYTES = 256 << 10
 _SUBSCRIPTIONS_PER_TURN = 256
-_GATHER_S_PER_SUBSCRIBER = 10e-6
-"""About twice what it costs to send one of them a message: publishing takes half a core at most."""
-_LONGEST_GATHER_S = 0.02
+# About twice what a message, and each byte of it, take to be sent to one subscriber: half a core publishes, at most.
+_S_PER_MESSAGE = 20e-6
+_S_PER_BYTE = 2e-9
+_LONGEST_GATHER_S = 0.1
 _SUBSCRIBED, _UNSUBSCRIBED = b"\1" + TOPIC, b"\0" + TOPIC
 
 
@@ -80,6 +82,7 @@ class Publications:
     def _publish(self, now: float) -> None:
         batch: list[Event] = []
         room = _PUBLISH_BYTES
+        cost_s = 0.0
         for event in self._events:
             if isinstance(event, NodeUp):
                 log.info("node %r at %r is up", event.node.name, event.node.address)
@@ -88,18 +91,20 @@ class Publications:
             batch.append(event)
             room -= _size(event)
             if room <= 0:
-                self._send(batch, now)
+                cost_s += self._send(batch, now)
                 batch, room = [], _PUBLISH_BYTES
         if batch:
-            self._send(batch, now)
+            cost_s += self._send(batch, now)
         self._events = []
         self._nbytes = 0
-        self._next_publication = now + min(_GATHER_S_PER_SUBSCRIBER * self.subscribers, _LONGEST_GATHER_S)
+        self._next_publication = now + min(cost_s * self.subscribers, _LONGEST_GATHER_S)
 
-    def _send(self, events: list[Event], now: float) -> None:
+    def _send(self, events: list[Event], now: float) -> float:
+        """Seconds that others should wait for it, for each subscriber."""
         self.seq += bool(events)
         self.counters["publishes"] += 1
-        frames = (TOPIC, self.seq.to_bytes(8, "big"), encode(Events(self._epoch, events, PROTOCOL_VERSION)))
+        payload = encode(Events(self._epoch, events, PROTOCOL_VERSION))
+        frames = (TOPIC, self.seq.to_bytes(8, "big"), payload)
         if not send_now(self._socket, *frames):
             # A subscriber whose queue is full misses the message, sees the gap, and asks for a snapshot.
             self.counters["slow_subscribers"] += 1
@@ -107,6 +112,7 @@ class Publications:
             self._socket.send_multipart(frames)
             self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._next_heartbeat = now + self._heartbeat_s
+        return _S_PER_MESSAGE + _S_PER_BYTE * len(payload)
 
 
 def _size(event: Event) -> int:
