@@ -114,10 +114,11 @@ class Checks:
         for node in self.fleet.nodes.values():
             incarnation = node.life.info.incarnation
             for identity, since in node.life.since.items():
-                told = [dict(replica.lookup(identity)).get(node.life.info) for replica in fresh]
-                if told and all(advert and node.life.held_after(advert, since) for advert in told):
-                    seen[incarnation, identity] = since
-                if seen.get((incarnation, identity)) == since and incarnation not in found[identity]:
+                if seen.get((incarnation, identity)) != since:
+                    told = [dict(replica.lookup(identity)).get(node.life.info) for replica in fresh]
+                    if told and all(advert and node.life.held_after(advert, since) for advert in told):
+                        seen[incarnation, identity] = since
+                elif incarnation not in found[identity]:
                     raise AssertionError(f"{follower.name} does not find {identity[:1].hex()} at {node.name}")
 
     # -------------------------------------------------------- with time

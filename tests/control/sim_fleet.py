@@ -29,6 +29,8 @@ REST_S = 20.0
 SPANS_S = (0.3, 2.0, 4.5, 6.0, 15.0, 60.0)
 CONNECTED_S = 5.0 + 2.0 + 1.0
 """A dead connection is noticed, an attempt that is lost runs out, and the next is made."""
+FLAPS_S = ((0.1, 0.9), (3.0, 4.5))
+PAUSE_S = 6.0
 READ_AT_ONCE = 400
 """Bytes; two or three messages."""
 BURST_S = 5.0
@@ -289,12 +291,17 @@ class Fleet:
         self._disturb(host.name)
 
     def flap(self, a: int, b: int) -> None:
-        """Start, end again soon, and start once more soon or late."""
+        """Start, and when some have been heard, or all are about to be forgotten, start once more or stand still."""
+        host = self.hosts[a % len(self.hosts)]
         self.start_directory(a, b)
-        self.network.run(self.network.random.uniform(0.1, 3.5))
-        self.kill_directory(a, b)
-        self.network.run(self.network.random.choice([0.0, 0.0, 6.0]))
-        self.start_directory(a, b)
+        self.network.run(self.network.random.uniform(*FLAPS_S[b % 2]))
+        if b % 3 == 0:
+            self._pause(host.process, PAUSE_S)
+            self.network.run(PAUSE_S)
+        else:
+            self.kill_directory(a, b)
+            self.network.run(self.network.random.choice([0.0, self.network.random.uniform(2.5, 4.0), PAUSE_S]))
+            self.start_directory(a, b)
 
     def pause_directory(self, a: int, b: int) -> None:
         host = self.hosts[a % len(self.hosts)]
@@ -328,15 +335,17 @@ class Fleet:
 
     def lose(self, a: int, b: int) -> None:
         name, host, endpoint = self._link(a)
-        self.network.lose(name, endpoint, 1 + b % 4, LOST_WITHIN_S)
         self._disturb((name, host.name), LOST_WITHIN_S)
-        # So that it is something that matters.
         if name == self.observer.name:
+            self.network.lose(name, endpoint, 1, LOST_WITHIN_S, skip=b % 6)
             self.restart_observer(a, b)
-        elif b % 2:
-            self.change(self.places.index(name), b)
-            if b % 4 == 1:
-                # Nothing that follows gives it away.
+        else:
+            self.network.lose(name, endpoint, 1 + b % 2, LOST_WITHIN_S)
+            # So that it is something that matters, and nothing that follows gives it away.
+            for _ in range(b % 3):
+                self.change(self.places.index(name), b)
+                self.network.run(0.05)
+            if b % 4 == 0:
                 self.rest(a, b)
                 self.rest(a, b)
 

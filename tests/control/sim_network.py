@@ -46,8 +46,9 @@ class Network:
         self.listening: dict[str, VirtualSocket] = {}
         self.dials: list[Dial] = []
         self.capacity = CAPACITY
+        self.latency_s = LATENCY_S
         self._cut: set[tuple[str, str]] = set()
-        self._harm: dict[tuple[str, str], tuple[int, int, float]] = {}
+        self._harm: dict[tuple[str, str], tuple[float, list[int]]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count(1)
 
@@ -94,21 +95,18 @@ class Network:
         for dial in self._between(process, endpoint):
             dial.end()
 
-    def lose(self, process: str, endpoint: str, count: int, within_s: float) -> None:
-        """The next messages between the two, sent within that time, do not arrive."""
-        self._harm[process, endpoint] = (0, count, self.now + within_s)
+    def lose(self, process: str, endpoint: str, count: int, within_s: float, skip: int = 0) -> None:
+        """The next messages between the two but the first `skip`, sent within that time, do not arrive."""
+        self._harm[process, endpoint] = (self.now + within_s, [1] * skip + [0] * count)
 
     def repeat(self, process: str, endpoint: str, count: int, within_s: float) -> None:
         """They arrive twice."""
-        self._harm[process, endpoint] = (2, count, self.now + within_s)
+        self._harm[process, endpoint] = (self.now + within_s, [2] * count)
 
     def times(self, process: str, endpoint: str) -> int:
         """How often a message that is sent now arrives."""
-        times, count, until = self._harm.pop((process, endpoint), (1, 0, 0.0))
-        if not count or self.now > until:
-            return 1
-        self._harm[process, endpoint] = (times, count - 1, until)
-        return times
+        until, times = self._harm.get((process, endpoint), (0.0, []))
+        return times.pop(0) if times and self.now <= until else 1
 
     def heal(self) -> None:
         """No link is harmed any more."""
@@ -191,7 +189,7 @@ class Channel:
     def send(self, frames: list[bytes], *, harmed: bool = True) -> None:
         link = (self.dial.client.process.name, self.dial.endpoint)
         for _ in range(self._network.times(*link) if harmed else 1):
-            self._last = max(self._last, self._network.now + self._network.random.uniform(*LATENCY_S))
+            self._last = max(self._last, self._network.now + self._network.random.uniform(*self._network.latency_s))
             self._flight.append((self._last, frames))
             self._network.at(self._last, self.pump)
 

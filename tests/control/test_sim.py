@@ -79,7 +79,7 @@ def seeds(count: int) -> list[int]:
     return [random.randrange(1 << 32) for _ in range(RUNS)] if RUNS else list(range(count))
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_in_any_weather_it_is_right_and_in_time_it_is_whole(seed: int) -> None:
     chance = random.Random(seed)
     some = chance.sample(list(TROUBLE), chance.randint(1, len(TROUBLE)))
@@ -93,7 +93,7 @@ steps = st.tuples(st.sampled_from([*["wait", "change"] * 6, *WORK, *TROUBLE]), s
 
 
 @settings(
-    max_examples=RUNS or 12,
+    max_examples=RUNS or 10,
     derandomize=not RUNS,
     deadline=None,
     database=None,
@@ -105,16 +105,25 @@ def test_in_weather_that_hypothesis_makes(steps: list[Step], seed: int) -> None:
         play(checks, steps)
 
 
-@pytest.mark.parametrize("seed", seeds(7))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_lookups_never_fail_because_of_a_directory(seed: int) -> None:
     """Directories die, come back empty, or stand still, one after the other or all at once; the nodes live."""
     chance = random.Random(seed)
-    with simulated(seed, directories=chance.randint(1, 3)) as checks:
+    with simulated(seed, directories=chance.randint(2, 3)) as checks:
         checks.lookups_must_not_fail = True
         play(checks, draw(chance, WORK | DIRECTORIES_END | {"pause_directory": 2}, 80))
 
 
-@pytest.mark.parametrize("seed", seeds(7))
+@pytest.mark.parametrize("seed", seeds(5))
+def test_nor_do_they_because_the_only_directory_comes_and_goes(seed: int) -> None:
+    with simulated(seed, directories=1) as checks:
+        checks.lookups_must_not_fail = True
+        play(
+            checks, draw(random.Random(seed), {"wait": 8, "change": 8, "rest": 1, "flap": 4, "pause_directory": 2}, 60)
+        )
+
+
+@pytest.mark.parametrize("seed", seeds(5))
 def test_the_dead_are_gone_in_five_seconds_and_those_who_leave_at_once(seed: int) -> None:
     chance = random.Random(seed)
     with simulated(seed) as checks:
@@ -129,11 +138,12 @@ def test_a_fleet_that_never_stands_still_is_followed_all_the_same() -> None:
     """Something is published between any request for a snapshot and its answer."""
     with simulated(1, directories=1, nodes=1) as checks:
         fleet, network = checks.fleet, checks.network
+        network.latency_s = (0.05, 0.06)
         fleet.do(("restart_observer", 0, 0))
         until = network.now + BOUND_S + 2.0
         while network.now < until:
             fleet.do(("change", 0, network.random.randrange(len(KEYS))))
-            network.run(0.01)
+            network.run(0.03)
             checks.in_time()
         assert all(replica.settled for replica in fleet.observer.view.replicas)
 
