@@ -10,7 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 PAGE = mmap.PAGESIZE
 
@@ -38,8 +38,11 @@ class Arena:
         self.slab_bytes = slab_bytes
         mapping = mmap.mmap(fd, nbytes)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._buffer: memoryview | None = memoryview(mapping)
-        self._words: memoryview | None = self._buffer.cast("Q")
+        self.buffer = memoryview(mapping)
+        """The arena as writable bytes. Slices of it, and tensors over them, keep the mapping alive. ValueError once the
+        arena is closed."""
+        self.words = self.buffer.cast("Q")
+        """The arena as 64-bit words of this machine: an item assignment is one store, never eight. As `buffer`."""
 
     @classmethod
     def create(cls, nbytes: int, slab_bytes: int) -> Arena:
@@ -90,19 +93,13 @@ class Arena:
             for offset in range(0, self.nbytes, self.slab_bytes)
         ]
 
-    @property
-    def buffer(self) -> memoryview:
-        """The arena as writable bytes. Slices of it, and tensors over them, keep the mapping alive."""
-        if self._buffer is None:
-            raise ValueError("the arena is closed")
-        return self._buffer
+    if not TYPE_CHECKING:  # which would take every name for one
 
-    @property
-    def words(self) -> memoryview:
-        """The arena as 64-bit words of this machine: an item assignment is one store, never eight."""
-        if self._words is None:
-            raise ValueError("the arena is closed")
-        return self._words
+        def __getattr__(self, name: str) -> NoReturn:
+            # Of a closed arena there is neither; as attributes they cost each use less than a property would.
+            if name in ("buffer", "words"):
+                raise ValueError("the arena is closed")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def close(self) -> None:
         """Close the descriptor and let go of the mapping. Idempotent.
@@ -110,9 +107,9 @@ class Arena:
         The memory itself is unmapped with the last view of it: torch borrows a buffer without telling the mapping,
         so unmapping here would leave tensors of other threads pointing at nothing.
         """
-        if self._buffer is None:
+        if self.fd < 0:
             return
-        self._buffer = self._words = None
+        del self.buffer, self.words
         fd, self.fd = self.fd, -1
         os.close(fd)
 

@@ -251,7 +251,7 @@ class LocalCPUBackend:
         pins = self._pins.get(entry, 0)
         self._pins[entry] = pins + 1
         if not pins:
-            self._pinned += entry.extent_bytes
+            self._pinned += entry.layout.extent_bytes
         return Pin(self, entry)
 
     def _unpin(self, pin: Pin) -> None:
@@ -264,7 +264,7 @@ class LocalCPUBackend:
             if pins:
                 self._pins[entry] = pins
                 return
-            self._pinned -= entry.extent_bytes
+            self._pinned -= entry.layout.extent_bytes
             if self._index.get(entry.identity) is not entry:
                 self._free(entry)
             if self._on_unpinned is not None:
@@ -293,7 +293,7 @@ class LocalCPUBackend:
         self._table.invalidate(entry.record_offset)
         identity = entry.identity
         del self._index[identity], self._by_offset[entry.offset]
-        self._policy.removed(identity, entry.extent_bytes)
+        self._policy.removed(identity, entry.layout.extent_bytes)
 
     def _free(self, entry: Entry) -> None:
         self._used -= entry.extent_bytes

@@ -88,6 +88,8 @@ class LocalDiskBackend:
         self._files = Files() if files is None else files
         self._tally = Tally(_COUNTS)
         self._index = DiskIndex(max_local_disk_size, LRU() if policy is None else policy, on_filed, on_lost)
+        self.find = self._index.find
+        """(identity) -> the entry as far as this process knows; no I/O, no lock. Another may have deleted it."""
         self._write_breaker = Breaker()
         self._read_breaker = Breaker()
         self._closed = False
@@ -111,10 +113,6 @@ class LocalDiskBackend:
         self._scanner.start()
 
     # ------------------------------------------------------------ looking and reading
-
-    def find(self, identity: bytes) -> Filed | None:
-        """The entry as far as this process knows; no I/O, no lock. Another may have deleted it."""
-        return self._index.find(identity)
 
     def find_readable(self, identity: bytes) -> Filed | None:
         """As `find`; but None while reads are refused because they failed, which is counted. It finds again when the

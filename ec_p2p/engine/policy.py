@@ -62,8 +62,7 @@ class LRU(Line[None]):
     def removed(self, identity: bytes, nbytes: int) -> None:
         self.leave(identity)
 
-    def victims(self) -> Iterator[bytes]:
-        return iter(self)
+    victims = Line.__iter__
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "GDSF": GDSF}

@@ -254,6 +254,7 @@ class StorageManager:
             if found is not None:
                 return self.cpu.publish_pinned(extent, identity, found.nbytes, found.rows, found.dim, found.dtype)
             self.cpu.release(extent)
+        _open = self.arena.buffer  # where all was closed meanwhile, that nothing was found says nothing
         return None
 
     def _found(self, identity: bytes, disk: LocalDiskBackend) -> Iterator[Filed]:
