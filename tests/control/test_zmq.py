@@ -32,7 +32,7 @@ def in_step(directory: Directory, replica: Replica) -> bool:
 
 
 def test_a_directory_that_comes_back_at_both_its_ports_is_told_again(loop: Loop) -> None:
-    first = Directory("tcp://127.0.0.1:0")
+    first = Directory("tcp://127.0.0.1:0", heartbeat_s=0.1)
     first.start()
     announcers = [loop.announcer(first.endpoint, node(number)) for number in (1, 2)]
     replica = loop.replica(first.endpoint)
@@ -42,7 +42,7 @@ def test_a_directory_that_comes_back_at_both_its_ports_is_told_again(loop: Loop)
     first.close()
     announcers[0].withdraw(ONE)
     announcers[1].store(advert(2))
-    second = loop.directory(first.endpoint, pub_port=first.pub_port)
+    second = loop.directory(first.endpoint, pub_port=first.pub_port, heartbeat_s=0.1)
 
     def converged() -> bool:
         assert replica.lookup(ONE), "the other node holds it all the time"
