@@ -130,10 +130,6 @@ class Follower:
             return
         if now - self._heard > self._timeout_s:
             self.counters["silences"] += 1
-            # The directory hears nobody either, for all that is known: no time for a node to be heard again.
-            for doubt in self._doubts.values():
-                doubt.until = float("inf")
-            self._settles_at = float("inf")
             self._lose_sync(now)
             return
         for incarnation in [doubted for doubted, doubt in self._doubts.items() if self._in_sync_at >= doubt.until]:
@@ -198,7 +194,7 @@ class Follower:
 
     def take_events(self, seq: int, message: Events, nbytes: int, now: float) -> None:
         """What the directory published as number `seq`, or, with no events in it, after it had published `seq`."""
-        self._heard = now
+        self._hear(now)
         if self._synced and message.epoch == self._epoch:
             if seq == self._seq + 1 and message.events:
                 self._apply(message.events, now)
@@ -212,6 +208,14 @@ class Follower:
         self._kept.add(seq, message, nbytes)
         if self._snapshot and self._snapshot.index and self._missed_after(self._snapshot):
             self.spoil(now)
+
+    def _hear(self, now: float) -> None:
+        if now - self._heard > self._timeout_s:
+            # Silent for so long it heard nobody either, for all that is known: each node has its whole time again.
+            self._settles_at = now + self._timeout_s
+            for doubt in self._doubts.values():
+                doubt.until = self._settles_at
+        self._heard = now
 
     def _missed_after(self, snapshot: _Snapshot) -> bool:
         """Whether something was published after the snapshot that did not get here."""
@@ -248,7 +252,7 @@ class Follower:
         self._epoch, self._seq = snapshot.epoch, snapshot.seq
         self._snapshot = None
         self._synced = True
-        self._heard = now
+        self._hear(now)
         if self._kept.epoch == self._epoch:
             already_in = self._seq - self._kept.after
             for batch in self._kept.batches[already_in:]:

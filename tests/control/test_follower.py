@@ -205,15 +205,17 @@ def test_each_of_two_lives_in_a_row_has_its_time_to_hear_the_nodes() -> None:
     assert content(table) == {}
 
 
-def test_a_directory_that_is_silent_after_it_came_back_empty_has_said_nothing_against_a_node() -> None:
+@pytest.mark.parametrize("missed", [0, 1])
+def test_a_directory_that_is_silent_after_it_came_back_empty_has_said_nothing_against_a_node(missed: int) -> None:
     table, follower = synced()
     follower.take_events(0, Events(E2, []), 10, 1.0)
     follower.take_chunk(chunk(follower.request(1.0), E2, 0), 1.0)
+    follower.take_events(missed, Events(E2, []), 10, 1.0)
     follower.tick(1.0 + TIMEOUT_S)
     assert table.lookup(advert(1).identity) == [(A, advert(1))]
     follower.tick(20.0)
-    follower.take_events(0, Events(E2, []), 10, 20.0)
-    follower.take_chunk(chunk(follower.request(20.0), E2, 0), 20.0)
+    follower.take_events(missed, Events(E2, []), 10, 20.0)
+    follower.take_chunk(chunk(follower.request(20.0), E2, missed), 20.0)
     heard(follower, E2, 19.9 + TIMEOUT_S)
     assert table.lookup(advert(1).identity) == [(A, advert(1))]
     heard(follower, E2, 20.0 + TIMEOUT_S)
