@@ -37,6 +37,7 @@ from ec_p2p.dialling import Line
 log = logging.getLogger(__name__)
 
 _BYTES_PER_TURN = 256 << 10
+_CHUNKS_WAITING = 16
 _BLOCKED_RETRY_S = 0.1
 _REFUSED_RETRY_S = 10.0
 
@@ -69,7 +70,7 @@ class Replica:
         self._refused = ""
         self._was_fresh = False
         self._node_timeout_s = node_timeout_s
-        self._dealer = open_socket(context, zmq.DEALER, endpoint)
+        self._dealer = open_socket(context, zmq.DEALER, endpoint, receive_hwm=_CHUNKS_WAITING)
         self._sub = open_socket(context, zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
         for socket in self.sockets:
