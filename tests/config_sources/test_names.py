@@ -56,7 +56,7 @@ def test_a_plain_name_wins_over_its_prefixed_form_whatever_their_order_and_that_
             {},
             "{file}: ec_local_dsk is unknown and left out; the nearest known one is ec_local_disk",
         ),
-        ({"ec": {"bogus_policy": 1}}, {}, {}, "{file}: ec.bogus_policy is unknown and left out; .* ec.cache_policy"),
+        ({"ec": {"cash_policy": 1}}, {}, {}, "{file}: ec.cash_policy is unknown and left out; .* ec.cache_policy"),
         ({"ec": {5: 1}}, {}, {}, "{file}: ec.5 is unknown and left out"),
         ({}, {"LMCACHE_EC_SLABSIZE": "1"}, {}, "environment: LMCACHE_EC_SLABSIZE is unknown .* LMCACHE_EC_SLAB_SIZE"),
         ({}, {"LMCACHE_EC_": "1"}, {}, "environment: LMCACHE_EC_ is unknown and left out"),

@@ -35,6 +35,7 @@ GOOD: dict[str, object] = {
     "disk_queue_size": 1,
     "disk_fsync": True,
     "transport": "zmq",
+    "fetch_policy": "cheaper",
     "fetch_timeout_s": 1.5,
     "read_timeout_s": 1,
     "expect_s": 0.25,
