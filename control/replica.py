@@ -72,6 +72,8 @@ class Replica:
         self._node_timeout_s = node_timeout_s
         self._dealer = open_socket(context, zmq.DEALER, endpoint, receive_hwm=_CHUNKS_WAITING)
         self._sub = open_socket(context, zmq.SUB, endpoint)
+        # What came before a connection ended is read all the same: the last words of a directory that leaves, too.
+        self._sub.setsockopt(zmq.IMMEDIATE, 0)
         self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
         for socket in self.sockets:
             secure_client(socket, security, security.directory if security else b"")
