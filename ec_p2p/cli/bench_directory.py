@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,11 +24,15 @@ from ec_p2p.cli.bench_fleet import (
     serve_newcomer,
     serve_nodes,
     serve_replica,
+    touch_memory,
 )
 
 _CORES = 2
 _NODES = 8
 _REPLICAS = 2
+_BYTES_PER_ENTRY = 700
+_FLEET_BYTES_PER_ENTRY = 2_500
+"""What a replica, and all processes together, use at most."""
 _LEAST_ADVERTS_PER_S = 300_000
 _LONGEST_SNAPSHOT_S = 2.0
 _LONGEST_LOOKUP_US = 2.0
@@ -43,11 +48,13 @@ class Plan:
     sizes: tuple[int, ...]
     load_per_s: int
     probes: int
+    newcomers: int
+    """At each size; what is said is the median."""
     probe_gap_s: float = 0.005
 
 
-FULL = Plan((1_000, 100_000, 1_000_000), 30_000, 1_000)
-QUICK = Plan((80, 800, 4_000), 2_000, 20)
+FULL = Plan((1_000, 100_000, 1_000_000), 30_000, 1_000, 3)
+QUICK = Plan((80, 800, 4_000), 2_000, 20, 1)
 
 
 def run(plan: Plan, *, as_json: bool) -> int:
@@ -85,12 +92,12 @@ def measure(plan: Plan) -> dict[str, Any]:
         for size in plan.sizes:
             key = str(size)
             grown = fleet.grow_to(size)
-            newcomer = fleet.newcomer(endpoint)
+            newcomer = _median([fleet.newcomer(endpoint) for _ in range(plan.newcomers)])
             by_size["snapshot_s"][key] = round(newcomer["seconds"], 3)
-            by_size["snapshot_bytes"][key] = newcomer["snapshot_bytes"]
+            by_size["snapshot_bytes"][key] = int(newcomer["snapshot_bytes"])
             by_size["lookup_us"][key] = round(newcomer["lookup_us"], 2)
-            by_size["visible_ms_p50_at"][key], by_size["visible_ms_p99_at"][key], _ = fleet.visible(plan)
-        during = fleet.visible(plan, lambda: fleet.newcomer(endpoint))
+            by_size["visible_ms_p50_at"][key], by_size["visible_ms_p99_at"][key] = fleet.visible(plan)
+        _, during_snapshot = fleet.visible(plan, lambda: fleet.newcomer(endpoint))
         stats = directory.ask("stats")
         return {
             "adverts_per_s": round(grown["adverts_per_s"]),
@@ -100,7 +107,7 @@ def measure(plan: Plan) -> dict[str, Any]:
             "directory_bytes_per_entry": round((stats["rss"] - fleet.first_rss) / plan.sizes[-1]),
             "visible_ms_p50": by_size["visible_ms_p50_at"][key],
             "visible_ms_p99": by_size["visible_ms_p99_at"][key],
-            "visible_ms_p99_during_snapshot": during[1],
+            "visible_ms_p99_during_snapshot": during_snapshot,
             **figures,
             "slow_subscribers": stats["slow_subscribers"],
             "snapshots_given_up": stats["snapshots_given_up"],
@@ -123,6 +130,7 @@ class _Fleet:
         both replicas have them too}."""
         for node in self.nodes:
             node.ask("make", size // len(self.nodes))
+        touch_memory(size * _FLEET_BYTES_PER_ENTRY)
         for node in self.nodes:
             node.tell("note")
         for node in self.nodes:
@@ -144,6 +152,7 @@ class _Fleet:
         }
 
     def newcomer(self, endpoint: str) -> dict[str, float]:
+        touch_memory(int(self.directory.ask("stats")["entries"]) * _BYTES_PER_ENTRY)
         before = self.directory.ask("stats")["snapshot_bytes"]
         remote = Remote(serve_newcomer, endpoint)
         try:
@@ -153,8 +162,8 @@ class _Fleet:
         answer["snapshot_bytes"] = self.directory.ask("stats")["snapshot_bytes"] - before
         return answer
 
-    def visible(self, plan: Plan, meanwhile: Callable[[], Any] = lambda: None) -> tuple[float, float, int]:
-        """Milliseconds (p50, p99) from a probe's advert until a replica has it, and how many were timed."""
+    def visible(self, plan: Plan, meanwhile: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+        """Milliseconds (p50, p99) from a probe's advert until a replica has it."""
         for node in self.nodes:
             node.tell("pace", plan.load_per_s / len(self.nodes))
         self.probe.ask("probe", 20, plan.probe_gap_s)
@@ -167,16 +176,16 @@ class _Fleet:
             node.ask("rest")
         self._until_followed()
         latencies = sorted(ms for replica in self.replicas for ms in replica.ask("latencies"))
-        return (
-            round(latencies[len(latencies) // 2], 2),
-            round(latencies[len(latencies) * 99 // 100], 2),
-            len(latencies),
-        )
+        return round(latencies[len(latencies) // 2], 2), round(latencies[len(latencies) * 99 // 100], 2)
 
     def _until_followed(self) -> None:
         poll_until(
             lambda: {replica.ask("state")[1] for replica in self.replicas} == {self.directory.ask("stats")["seq"]}
         )
+
+
+def _median(measured: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
 
 
 def gates(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
