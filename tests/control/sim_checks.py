@@ -1,6 +1,6 @@
 """What must be true of a simulated fleet, whatever happens to it: see `docs/protocol.md`.
 
-The bounds are those of that text; all seconds, with the settings of `sim_fleet`.
+The bounds are those of that text; all seconds, with the settings of `sim_parties`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from ec_p2p.control.codec import decode
 from ec_p2p.control.messages import Advert, Changed, Events, InstanceInfo, NodeInfo, NodeUp
 
-from .sim_fleet import CONNECTED_S, HEARTBEAT_S, KEYS, TIMEOUT_S, Fleet, Follower, Host, Node
+from .sim_fleet import CONNECTED_S, Fleet
+from .sim_parties import HEARTBEAT_S, KEYS, TIMEOUT_S, Follower, Host, Node
 
 ASKED_S = 10.0
 """A replica that was not answered before asks again."""

@@ -23,8 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .sim_checks import BOUND_S, Checks
-from .sim_fleet import KEYS, TIMEOUT_S, Fleet, Node, Step, small_pieces
+from .sim_fleet import LOST_WITHIN_S, Fleet, Step
 from .sim_network import CAPACITY, Network
+from .sim_parties import KEYS, TIMEOUT_S, Node, small_pieces
 
 RUNS = int(os.environ.get("EC_P2P_SIM_RUNS", "0"))
 START_S = 3.0
@@ -111,16 +112,15 @@ def test_lookups_never_fail_because_of_a_directory(seed: int) -> None:
     chance = random.Random(seed)
     with simulated(seed, directories=chance.randint(2, 3)) as checks:
         checks.lookups_must_not_fail = True
-        play(checks, draw(chance, WORK | DIRECTORIES_END | {"pause_directory": 2}, 80))
+        play(checks, draw(chance, WORK | DIRECTORIES_END | {"pause_directory": 2}, 50))
 
 
 @pytest.mark.parametrize("seed", seeds(5))
 def test_nor_do_they_because_the_only_directory_comes_and_goes(seed: int) -> None:
     with simulated(seed, directories=1) as checks:
         checks.lookups_must_not_fail = True
-        play(
-            checks, draw(random.Random(seed), {"wait": 8, "change": 8, "rest": 1, "flap": 4, "pause_directory": 2}, 60)
-        )
+        weights = {"wait": 8, "change": 8, "rest": 1, "flap": 4, "pause_directory": 2}
+        play(checks, draw(random.Random(seed), weights, 60))
 
 
 @pytest.mark.parametrize("seed", seeds(5))
@@ -138,7 +138,8 @@ def test_a_fleet_that_never_stands_still_is_followed_all_the_same() -> None:
     """Something is published between any request for a snapshot and its answer."""
     with simulated(1, directories=1, nodes=1) as checks:
         fleet, network = checks.fleet, checks.network
-        network.latency_s = (0.05, 0.06)
+        # Snapshots come late.
+        network.latencies_s[fleet.endpoints[0]] = (0.1, 0.12)
         fleet.do(("restart_observer", 0, 0))
         until = network.now + BOUND_S + 2.0
         while network.now < until:
@@ -146,6 +147,57 @@ def test_a_fleet_that_never_stands_still_is_followed_all_the_same() -> None:
             network.run(0.03)
             checks.in_time()
         assert all(replica.settled for replica in fleet.observer.view.replicas)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("changes", [1, 2])
+@pytest.mark.parametrize("where", ["announced", "published"])
+def test_a_word_that_is_lost_is_missed_also_if_no_other_follows(where: str, changes: int, seed: int) -> None:
+    with simulated(seed) as checks:
+        fleet, network = checks.fleet, checks.network
+        host = fleet.hosts[0]
+        for follower in fleet.followers() if where == "published" else [fleet.nodes["node-0"]]:
+            endpoint = host.pub_endpoint if where == "published" else host.address
+            network.lose(follower.name, endpoint, 1, LOST_WITHIN_S)
+        for key in range(changes):
+            fleet.do(("change", 0, key))
+            network.run(0.1)
+        network.run(BOUND_S)
+        checks.whole()
+
+
+@pytest.mark.parametrize("skip", range(8))
+def test_a_snapshot_that_has_lost_a_part_is_asked_for_again(skip: int) -> None:
+    with simulated(1) as checks:
+        fleet, network = checks.fleet, checks.network
+        for node in range(3):
+            for key in range(len(KEYS)):
+                fleet.do(("change", node, key))
+        network.run(1.0)
+        for endpoint in fleet.endpoints:
+            network.lose(fleet.observer.name, endpoint, 1, LOST_WITHIN_S, skip)
+        fleet.do(("restart_observer", 0, 0))
+        network.run(BOUND_S)
+        checks.whole()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_life_that_follows_a_short_one_gives_the_whole_time_again(seed: int) -> None:
+    """Replicas have found the short one, but nodes have not spoken to it; when it has gone for almost that time, a next
+    one comes."""
+    with simulated(seed, directories=1) as checks:
+        fleet, network = checks.fleet, checks.network
+        checks.lookups_must_not_fail = True
+        for node in range(3):
+            fleet.do(("change", node, 0))
+        network.run(1.0)
+        fleet.do(("start_directory", 0, 0))
+        network.run(0.15)
+        fleet.do(("kill_directory", 0, 0))
+        network.run(TIMEOUT_S - 0.3)
+        fleet.do(("start_directory", 0, 0))
+        network.run(BOUND_S)
+        checks.whole()
 
 
 def names(checks: Checks) -> set[str]:
