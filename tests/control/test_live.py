@@ -159,8 +159,8 @@ def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop, kind: str) -> N
         if number % 1_000 == 0:
             replicas.append(loop.replica(directory.endpoint))
     loop.until(lambda: announcer.connected and not announcer.pending)
+    loop.until(lambda: directory.entries() == len(held), "what was sent has been read")
     loop.until(lambda: all(in_step(directory, replica) for replica in replicas))
-    assert directory.entries() == len(held)
     loop.until(lambda: all(set(replica.identities()) == held for replica in replicas), "doubts to end")
 
 
