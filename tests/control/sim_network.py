@@ -290,6 +290,8 @@ class Dial:
             self._later(self._redial_s)
 
     def _later(self, after_s: float) -> None:
+        # Not all who have lost the same at the same time dial in step.
+        after_s *= self._network.random.uniform(0.7, 1.0)
         self._network.at(self._network.now + after_s, self._attempt)
 
     def _attempt(self) -> None:

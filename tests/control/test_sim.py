@@ -29,6 +29,8 @@ from .sim_parties import KEYS, TIMEOUT_S, Node, small_pieces
 
 RUNS = int(os.environ.get("EC_P2P_SIM_RUNS", "0"))
 START_S = 3.0
+BETWEEN_HEARTBEATS_S = 0.3
+"""After a whole number of seconds: all nodes started at the same time, and speak every second."""
 
 WORK = {"wait": 30, "change": 30, "burst": 1, "describe": 2, "rest": 2}
 NODES_END = {"start_node": 2, "kill_node": 2, "leave_node": 2}
@@ -155,13 +157,14 @@ def test_a_fleet_that_never_stands_still_is_followed_all_the_same() -> None:
 def test_a_word_that_is_lost_is_missed_also_if_no_other_follows(where: str, changes: int, seed: int) -> None:
     with simulated(seed) as checks:
         fleet, network = checks.fleet, checks.network
+        network.run(BETWEEN_HEARTBEATS_S)
         host = fleet.hosts[0]
         for follower in fleet.followers() if where == "published" else [fleet.nodes["node-0"]]:
             endpoint = host.pub_endpoint if where == "published" else host.address
             network.lose(follower.name, endpoint, 1, LOST_WITHIN_S)
         for key in range(changes):
             fleet.do(("change", 0, key))
-            network.run(0.1)
+            network.run(0.02)
         network.run(BOUND_S)
         checks.whole()
 
@@ -190,11 +193,11 @@ def test_a_life_that_follows_a_short_one_gives_the_whole_time_again(seed: int) -
         checks.lookups_must_not_fail = True
         for node in range(3):
             fleet.do(("change", node, 0))
-        network.run(1.0)
+        network.run(1.0 + BETWEEN_HEARTBEATS_S)
         fleet.do(("start_directory", 0, 0))
-        network.run(0.15)
+        network.run(0.4)
         fleet.do(("kill_directory", 0, 0))
-        network.run(TIMEOUT_S - 0.3)
+        network.run(TIMEOUT_S - 0.7)
         fleet.do(("start_directory", 0, 0))
         network.run(BOUND_S)
         checks.whole()
