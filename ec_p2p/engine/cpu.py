@@ -243,6 +243,8 @@ class LocalCPUBackend:
 
     def borrow(self, identity: bytes) -> Pin | None:
         """`get` and `pin` in one step, for callers that share the backend with other threads."""
+        if identity not in self._index:
+            return None
         with self._lock:
             entry = self.get(identity)
             return None if entry is None else self._pin(entry)

@@ -50,7 +50,7 @@ class LRU(Line[None]):
     """Least recently used first."""
 
     def added(self, identity: bytes, nbytes: int) -> None:
-        self.join(identity, None)
+        self._back[identity] = None
 
     def restored(self, identity: bytes, nbytes: int) -> None:
         self.join_in_front(identity, None)

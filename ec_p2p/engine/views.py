@@ -42,7 +42,9 @@ def copy_in(arena: Arena, offset: int, tensor: torch.Tensor, dtype: torch.dtype)
     The caller owns the bytes; they are in place on return. The interpreter lock is free during a plain copy.
     """
     _mapped = arena.buffer  # raises if the arena is closed, and keeps the mapping until the copy is over
-    if _is_plain(tensor, dtype):
+    # torch splits even a plain copy over its thread pool, and then waits for the slowest thread: 20 times a memcpy's
+    # time at 1 MiB as soon as the cores are busy.
+    if tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous():
         ctypes.memmove(arena.base + offset, tensor.data_ptr(), tensor.nbytes)
     else:
         rows, dim = tensor.shape
@@ -52,14 +54,8 @@ def copy_in(arena: Arena, offset: int, tensor: torch.Tensor, dtype: torch.dtype)
 def copy_out(arena: Arena, offset: int, tensor: torch.Tensor) -> None:
     """Fill a contiguous 2-D tensor of any device from the arena at `offset`; complete on return, as `copy_in`."""
     _mapped = arena.buffer  # as above
-    if _is_plain(tensor, tensor.dtype):
+    if tensor.is_cpu and tensor.is_contiguous():
         ctypes.memmove(tensor.data_ptr(), arena.base + offset, tensor.nbytes)
     else:
         rows, dim = tensor.shape
         tensor.copy_(tensor_view(arena, offset, rows, dim, tensor.dtype))
-
-
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    # torch splits even a plain copy over its thread pool, and then waits for the slowest thread: 20 times a memcpy's
-    # time at 1 MiB as soon as the cores are busy.
-    return tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()
