@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S, TIMEOUT_S = 1.0, 4.0
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
-READ_AT_ONCE = 400
-"""Bytes; two or three messages."""
+READ_AT_ONCE = (400, 256 << 10)
+"""Bytes: two or three messages, or all there are."""
 
 
 @contextmanager
-def small_pieces() -> Iterator[None]:
-    """Little is told at a time, and little of it read in a turn."""
+def small_pieces(seed: int) -> Iterator[None]:
+    """Little is told at a time, and in every other world little of it read in a turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(announcing, "_BATCH", 2)
-        patch.setattr(directory, "_BYTES_PER_TURN", READ_AT_ONCE)
-        patch.setattr(replica, "_BYTES_PER_TURN", READ_AT_ONCE)
+        patch.setattr(directory, "_BYTES_PER_TURN", READ_AT_ONCE[seed % 2])
+        patch.setattr(replica, "_BYTES_PER_TURN", READ_AT_ONCE[seed % 2])
         patch.setattr(snapshots, "chunks", partial(chunks, adverts_per_chunk=24))
         yield
 

@@ -52,7 +52,7 @@ TROUBLE = {
 def simulated(seed: int, directories: int = 2, nodes: int = 3, capacity: int = CAPACITY) -> Iterator[Checks]:
     network = Network(seed)
     network.capacity = capacity
-    with network.time(), small_pieces():
+    with network.time(), small_pieces(seed):
         fleet = Fleet(network, directories, nodes)
         try:
             checks = Checks(fleet)
