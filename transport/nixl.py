@@ -21,7 +21,7 @@ from typing import Any
 from ec_p2p.transport import NIXL_PACKAGES
 from ec_p2p.transport.checks import check_next_range, check_span, pack_card, unpack_card
 from ec_p2p.transport.interface import Span, State, TransportError
-from ec_p2p.transport.nixl_reading import NixlReading, Peer, Stretches, cut
+from ec_p2p.transport.nixl_reading import Ground, NixlReading, Peer, Stretches, cut
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,9 @@ class Agent:
         self._nixl: Any = bind.nixlAgent(name, config)
         self._nixl.createBackend(backend, {})
 
-    def register(self, address: int, nbytes: int) -> None:
-        self._nixl.registerMem(self._bind.nixlRegDList(self._bind.DRAM_SEG, [(address, nbytes, 0, "")]), [])
+    def register(self, address: int, nbytes: int, kind: str = "DRAM", device: int = 0) -> None:
+        """`kind` and `device`: see Ground."""
+        self._nixl.registerMem(self._bind.nixlRegDList(self._segment(kind), [(address, nbytes, device, "")]), [])
 
     def metadata(self) -> bytes:
         metadata: bytes = self._nixl.getLocalMD()
@@ -105,10 +106,10 @@ class Agent:
         except Exception as error:
             logger.debug("dropping %s: %s", peer, _said(error))
 
-    def post(self, peer: str, local: Stretches, remote: Stretches) -> int | None:
-        """Start a READ. Returns its handle, or None when it is done already."""
+    def post(self, peer: str, local: Stretches, remote: Stretches, kind: str) -> int | None:
+        """Start a READ into memory of this kind. Returns its handle, or None when it is done already."""
         bind, nixl = self._bind, self._nixl
-        here, there = bind.nixlXferDList(bind.DRAM_SEG, local), bind.nixlXferDList(bind.DRAM_SEG, remote)
+        here, there = bind.nixlXferDList(self._segment(kind), local), bind.nixlXferDList(bind.DRAM_SEG, remote)
         handle: int = nixl.createXferReq(bind.NIXL_READ, here, there, peer)
         try:
             done = nixl.postXferReq(handle) == self._success
@@ -133,6 +134,9 @@ class Agent:
             raise
         self._release(handle)
         return True
+
+    def _segment(self, kind: str) -> Any:
+        return self._bind.DRAM_SEG if kind == "DRAM" else self._bind.VRAM_SEG
 
     def _release(self, handle: int) -> None:
         self._handles.remove(handle)
@@ -174,6 +178,8 @@ class NixlTransport:
         self._base = base
         self._nbytes = nbytes
         self._ends: list[int] = []
+        self._arena = Ground(base, self._ends)
+        self._beyond: Ground | None = None
         self._peers: dict[str, Peer] = {}
         self._greetings: list[NixlReading] = []
         self._card: bytes | None = None
@@ -201,6 +207,18 @@ class NixlTransport:
             raise TransportError(f"cannot register {nbytes} bytes at offset {offset}: {_said(error)}") from error
         self._ends.append(offset + nbytes)
         self._card = None
+
+    def register_beyond(self, address: int, nbytes: int, kind: str, device: int) -> None:
+        """Make other memory landing memory, once: as local bytes [arena, arena+nbytes), where `arena` is the arena's
+        size. Peers do not read it. kind, device: see Ground. Raises TransportError."""
+        self._check_open()
+        try:
+            self._agent.register(address, nbytes, kind, device)
+        except Exception as error:
+            raise TransportError(
+                f"cannot register {nbytes} bytes of {kind} memory, device {device}: {_said(error)}"
+            ) from error
+        self._beyond = Ground(address - self._nbytes, [self._nbytes + nbytes], kind, device)
 
     def card(self) -> bytes:
         if self._card is None:
@@ -234,17 +252,22 @@ class NixlTransport:
             self._drop_forgotten()
 
     def read(self, peer: str, spans: Sequence[Span]) -> NixlReading:
+        """See `Transport`; one READ is into the arena, or all of it into what was registered beyond."""
         known = self._peers.get(peer)
         if known is None or known.forgotten:
             raise TransportError(f"unknown peer {peer}")
         if not spans:
             raise TransportError(f"a READ from {peer} without a span")
+        ground, start, room, whose = self._arena, 0, self._registered, "our arena"
+        if self._beyond is not None and spans[0].local >= self._nbytes:
+            ground, start, whose = self._beyond, self._nbytes, "beyond our arena"
+            room = ground.ends[-1] - start
         for remote, local, nbytes in spans:
             check_span(f"peer {peer}", remote, nbytes, known.registered)
-            check_span("our arena", local, nbytes, self._registered)
+            check_span(whose, local - start, nbytes, room)
         if known.broken:
             self._reconnect(known)
-        reading = NixlReading(known, cut(spans, self._base, self._ends, known.base, known.ends))
+        reading = NixlReading(known, cut(spans, ground, Ground(known.base, known.ends)), ground.kind)
         if reading.poll() is State.FAILED:
             raise TransportError(reading.error)
         return reading
@@ -283,7 +306,8 @@ class NixlTransport:
         # The library connects with the first READ only, which takes milliseconds, or more where a wire is involved.
         page = Span(0, 0, _GREETING_BYTES)
         ends = [_GREETING_BYTES]
-        self._greetings.append(NixlReading(peer, cut((page,), self._greeting, ends, peer.greeting, ends)))
+        pieces = cut((page,), Ground(self._greeting, ends), Ground(peer.greeting, ends))
+        self._greetings.append(NixlReading(peer, pieces, "DRAM"))
         self._greetings[-1].poll()
 
     def _reconnect(self, peer: Peer) -> None:

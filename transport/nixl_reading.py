@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ec_p2p.transport.interface import Span, State
 
@@ -27,11 +27,20 @@ Piece = tuple[Stretches, Stretches]
 """Where to write, and where to read, stretch by stretch."""
 
 
-def cut(spans: Sequence[Span], local: int, local_ends: list[int], remote: int, remote_ends: list[int]) -> deque[Piece]:
-    """Pieces of the spans, by address; every span is within the last end on both sides.
+class Ground(NamedTuple):
+    """Registered memory of one side: byte 0 is at address `base`, each range ends where `ends` say.
 
-    local, remote: where the arenas start. local_ends, remote_ends: where each registered range ends; no stretch
-    crosses one, because the library looks memory up by range."""
+    kind: what the library calls it: 'DRAM', or 'VRAM' for a device's, whose number `device` is."""
+
+    base: int
+    ends: list[int]
+    kind: str = "DRAM"
+    device: int = 0
+
+
+def cut(spans: Sequence[Span], local: Ground, remote: Ground) -> deque[Piece]:
+    """Pieces of the spans, by address; every span is within the last end on both sides. No stretch crosses the end of a
+    range, because the library looks memory up by range."""
     pieces: deque[Piece] = deque()
     room = 0
     for source, target, nbytes in spans:
@@ -41,11 +50,11 @@ def cut(spans: Sequence[Span], local: int, local_ends: list[int], remote: int, r
                 there: Stretches = []
                 pieces.append((here, there))
                 room = PIECE_BYTES
-            to_local_end = local_ends[bisect_right(local_ends, target)] - target
-            to_remote_end = remote_ends[bisect_right(remote_ends, source)] - source
+            to_local_end = local.ends[bisect_right(local.ends, target)] - target
+            to_remote_end = remote.ends[bisect_right(remote.ends, source)] - source
             size = min(nbytes, room, to_local_end, to_remote_end)
-            here.append((local + target, size, 0))
-            there.append((remote + source, size, 0))
+            here.append((local.base + target, size, local.device))
+            there.append((remote.base + source, size, remote.device))
             source, target, nbytes, room = source + size, target + size, nbytes - size, room - size
     return pieces
 
@@ -70,10 +79,11 @@ class Peer:
     def registered(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def post(self, piece: Piece) -> int | None:
-        """Start one READ. Returns its handle, or None when it is done already. Raises whatever the library does."""
+    def post(self, piece: Piece, kind: str) -> int | None:
+        """Start one READ into memory of this kind. Returns its handle, or None when it is done already. Raises whatever
+        the library does."""
         try:
-            handle = self._agent.post(self.name, *piece)
+            handle = self._agent.post(self.name, *piece, kind)
         except Exception:
             self.broken = True
             raise
@@ -95,11 +105,13 @@ class Peer:
 class NixlReading:
     """See `Reading`."""
 
-    __slots__ = ("_handles", "_peer", "_pieces", "_state", "error", "peer")
+    __slots__ = ("_handles", "_kind", "_peer", "_pieces", "_state", "error", "peer")
 
-    def __init__(self, peer: Peer, pieces: deque[Piece]) -> None:
+    def __init__(self, peer: Peer, pieces: deque[Piece], kind: str) -> None:
+        """`kind` of the memory that the pieces are written to."""
         self.peer = peer.name
         self.error = ""
+        self._kind = kind
         self._peer = peer
         self._pieces = pieces
         self._handles: list[int] = []
@@ -129,7 +141,7 @@ class NixlReading:
         """Post pieces until one of them was copied on the spot: then it is the loop's turn."""
         while self._pieces:
             try:
-                handle = self._peer.post(self._pieces.popleft())
+                handle = self._peer.post(self._pieces.popleft(), self._kind)
             except Exception as error:  # the library's errors share no base class
                 self._fail(f"{type(error).__name__}: {error}")
                 return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -38,6 +40,37 @@ def read_from_stopped(name, card, pid):
 
 def test_shared_memory_needs_no_help_of_the_holder(holder):
     assert in_child(read_from_stopped, holder.name, holder.card, holder.pid) == holder.bytes[1000 : 1000 + SLAB]
+
+
+def read_beyond_the_arena(name, card):
+    end = End("nixl", unique_name())
+    elsewhere = mmap.mmap(-1, 4 * MIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(elsewhere))
+    end.transport.register_beyond(address, 3 * MIB, "DRAM", 0)
+    end.transport.connect(name, card)
+    reading = end.transport.read(name, [Span(77, ARENA + 5, MIB), Span(5 * MIB, ARENA + 2 * MIB, MIB)])
+    states = [end.wait(reading)]
+    end.fetch(name, 9, 0, 64)  # the arena is as it was
+    refusals = []
+    for span in (Span(0, ARENA + 3 * MIB - 63, 64), Span(0, ARENA - 32, 64)):
+        with pytest.raises(TransportError) as refused:
+            end.transport.read(name, [span])
+        refusals.append(str(refused.value))
+    landed = elsewhere[5 : 5 + MIB], elsewhere[2 * MIB : 3 * MIB], elsewhere[3 * MIB :]
+    end.close()
+    return states, landed, refusals
+
+
+def test_memory_beyond_the_arena_is_landed_in_like_the_arena(holder):
+    states, (first, second, behind), refusals = in_child(read_beyond_the_arena, holder.name, holder.card)
+    assert states == [State.DONE]
+    assert first == holder.bytes[77 : 77 + MIB]
+    assert second == holder.bytes[5 * MIB : 6 * MIB]
+    assert behind == bytes(MIB)
+    assert refusals == [
+        f"beyond our arena: 64 bytes at offset {3 * MIB - 63} are not among the {3 * MIB} bytes registered",
+        f"our arena: 64 bytes at offset {ARENA - 32} are not among the {SLAB} bytes registered",
+    ]
 
 
 def drop_a_stopped_peer(name, card, pid):

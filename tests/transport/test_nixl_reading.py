@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.transport.interface import Span, State
-from ec_p2p.transport.nixl_reading import PIECE_BYTES, NixlReading, Peer, cut
+from ec_p2p.transport.nixl_reading import PIECE_BYTES, Ground, NixlReading, Peer, cut
 
 LOCAL, REMOTE = 1 << 40, 1 << 50
 
@@ -28,15 +28,16 @@ def test_pieces_cover_the_spans_in_order_and_cross_no_end(local_sizes, remote_si
         most = min(remote_ends[-1] - remote, local_ends[-1] - local)
         spans.append(Span(remote, local, data.draw(st.integers(1, most))))
 
-    pieces = cut(spans, LOCAL, local_ends, REMOTE, remote_ends)
+    pieces = cut(spans, Ground(LOCAL, local_ends, "VRAM", 3), Ground(REMOTE, remote_ends))
 
     assert all(sum(nbytes for _, nbytes, _ in here) <= PIECE_BYTES for here, _ in pieces)
     stretches = [both for piece in pieces for both in zip(*piece, strict=True)]
     for span in spans:
         done = 0
         while done < span.nbytes:
-            (to, nbytes, _), (start, same, _) = stretches.pop(0)
+            (to, nbytes, device), (start, same, host) = stretches.pop(0)
             assert nbytes == same > 0
+            assert (device, host) == (3, 0)
             assert (to - LOCAL, start - REMOTE) == (span.local + done, span.remote + done)
             assert not any(to - LOCAL < end < to - LOCAL + nbytes for end in local_ends)
             assert not any(start - REMOTE < end < start - REMOTE + nbytes for end in remote_ends)
@@ -53,7 +54,7 @@ class ScriptedAgent:
         self.in_flight = []
         self.over = set()
 
-    def post(self, peer, local, remote):
+    def post(self, peer, local, remote, kind):
         says = self.script.pop(0)
         if isinstance(says, Exception):
             raise says
@@ -73,8 +74,8 @@ class ScriptedAgent:
 def start(*script):
     agent = ScriptedAgent(*script)
     peer = Peer(agent, "somebody")
-    pieces = cut([Span(0, 0, len(script) * PIECE_BYTES)], LOCAL, [1 << 30], REMOTE, [1 << 30])
-    return agent, peer, NixlReading(peer, pieces)
+    pieces = cut([Span(0, 0, len(script) * PIECE_BYTES)], Ground(LOCAL, [1 << 30]), Ground(REMOTE, [1 << 30]))
+    return agent, peer, NixlReading(peer, pieces, "DRAM")
 
 
 def test_pieces_that_copy_at_once_go_out_one_per_poll():
