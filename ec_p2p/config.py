@@ -23,6 +23,8 @@ from ec_p2p.config_kinds import (
     KeyRing,
     Keys,
     Kind,
+    Name,
+    Parameters,
     Port,
     Seconds,
     Size,
@@ -85,6 +87,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # the data plane
     transport: Annotated[str, Word(("auto", "nixl", "zmq"))] = "auto"
     """'nixl', 'zmq', or 'auto': NIXL where it can be imported."""
+    nixl_backend: Annotated[str, Name()] = "UCX"
+    """The plugin of NIXL that moves the bytes."""
+    nixl_params: Annotated[dict[str, str], Parameters()] = {}
+    """What this plugin is given, such as {'num_workers': '2'}."""
+    ucx_tls: Annotated[str, Text()] = ""
+    """What UCX may use, such as 'rc,cuda,sm': the node's UCX_TLS. Empty: what the environment says, or UCX's choice."""
     fetch_policy: Annotated[str, Word(("always", "cheaper", "never"))] = "always"
     """For entries that the instance could encode itself. 'cheaper': fetch what takes less time than encoding has taken
     on this host, as far as both were measured."""

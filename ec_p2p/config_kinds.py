@@ -27,12 +27,15 @@ _VALKEY = re.compile(
     rf"(?:/[\w.-]{{0,64}})?(?:\?(?P<files>{_FILE}(?:&{_FILE})*))?"
 )
 _USER = re.compile(r"://\S*@")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 """A key as text: 32 bytes in Z85."""
 _HIDDEN = "..."
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _LONGEST_S = 10**9
 """Decades, and still far from what timers can count."""
+_LONGEST_VALUE = 4096
+"""Bytes of one parameter, or of any other text."""
 
 
 class Kind(Protocol):
@@ -165,7 +168,7 @@ class Word(_Textual, frozen=True):
 
 
 class Text(_Textual, frozen=True):
-    longest: int = 4096
+    longest: int = _LONGEST_VALUE
 
     @property
     def accepted(self) -> str:
@@ -175,6 +178,52 @@ class Text(_Textual, frozen=True):
         if not isinstance(value, str) or len(value.encode()) > self.longest or "\0" in value:
             raise ValueError
         return value
+
+
+class Name(_Textual, frozen=True):
+    """What others have named, and we do not know."""
+
+    @property
+    def accepted(self) -> str:
+        return "a name: a letter, then letters, digits, '_', '.' or '-', at most 64 in all"
+
+    def check(self, value: object) -> str:
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            raise ValueError
+        return value
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """Names and values for a library that wants both as text; numbers and switches become it."""
+
+    @property
+    def accepted(self) -> str:
+        return "a map of names to text, numbers, true or false, such as {'num_workers': '2'}"
+
+    def check(self, value: object) -> dict[str, str]:
+        if not isinstance(value, Mapping):
+            raise ValueError
+        return {_parameter_name(name): _parameter_value(item) for name, item in value.items()}
+
+    def read(self, text: str) -> object:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError from None
+
+
+def _parameter_name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError
+    return name
+
+
+def _parameter_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str | int | float) or "\0" in (text := str(value)) or len(text.encode()) > _LONGEST_VALUE:
+        raise ValueError
+    return text
 
 
 class Folder(_Textual, frozen=True):

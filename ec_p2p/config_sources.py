@@ -211,7 +211,7 @@ def _own(settings: Mapping[str, object], origin: str) -> Iterator[_Given]:
 
 def _from_text(given: _Given, text: str) -> _Given:
     """With the value that `text` stands for. No text, 'none' and 'null' clear a setting that is empty by default."""
-    if text.strip().lower() in ("", "none", "null") and getattr(DEFAULTS, given.name) in ("", ()):
+    if text.strip().lower() in ("", "none", "null") and getattr(DEFAULTS, given.name) in ("", (), {}):
         return given._replace(value=None)
     with _named(given.source):
         return given._replace(value=read_value(given.name, text))

@@ -54,6 +54,19 @@ def test_a_bad_size_names_the_key_the_value_and_what_is_accepted(value):
     [
         ("transport", "rdma"),
         ("log_level", "LOUD"),
+        ("nixl_backend", ""),
+        ("nixl_backend", "../plugin"),
+        ("nixl_backend", "n" * 65),
+        ("nixl_backend", 5),
+        ("nixl_params", "num_workers=2"),
+        ("nixl_params", ["num_workers"]),
+        ("nixl_params", {"num_workers": None}),
+        ("nixl_params", {"num_workers": {}}),
+        ("nixl_params", {"num workers": 2}),
+        ("nixl_params", {5: "2"}),
+        ("nixl_params", {"a": "b\0"}),
+        ("nixl_params", {"a": "n" * 4097}),
+        ("ucx_tls", ["rc"]),
         ("fetch_timeout_s", 0),
         ("fetch_timeout_s", -1),
         ("read_timeout_s", float("nan")),
@@ -157,6 +170,20 @@ def test_a_directory_may_be_a_server_that_others_run(endpoint):
     assert make_config({"directory": f"{endpoint}, tcp://a:1"}).directories == (endpoint, "tcp://a:1")
 
 
+def test_parameters_of_a_library_are_text_whatever_yaml_made_of_them():
+    given = {"num_workers": 2, "ratio": 0.5, "use_uring": True, "use_aio": False, "ucx_devices": "mlx5_0", "empty": ""}
+    config = make_config({"nixl_params": given})
+    assert config.nixl_params == {
+        "num_workers": "2",
+        "ratio": "0.5",
+        "use_uring": "true",
+        "use_aio": "false",
+        "ucx_devices": "mlx5_0",
+        "empty": "",
+    }
+    assert make_config({}).nixl_params is not make_config({}).nixl_params
+
+
 def test_passwords_are_not_quoted():
     with pytest.raises(ConfigError) as caught:
         make_config({"directory": ["valkey://me:hunter2@host:99999/x"]})
@@ -182,6 +209,7 @@ def test_where_encryption_is_required_such_a_server_is_reached_over_tls():
         {"node_name": "host1", "max_local_cpu_size": 0.25, "slab_size": "64MiB", "window_size": 4096},
         {"local_disk": "/var/cache/ec", "max_local_disk_size": 5, "cache_policy": "GDSF", "disk_fsync": True},
         {"directory": ["tcp://a:1", "tcp://b:2"], "ec_port": 99, "share_fetched": False, "expect_s": 0},
+        {"nixl_backend": "UCX_MO", "nixl_params": {"num_workers": 2}, "ucx_tls": "rc,sm"},
     ],
 )
 def test_a_configuration_survives_being_written_down(settings):

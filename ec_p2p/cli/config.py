@@ -58,6 +58,8 @@ def _readable(name: str, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, KeyRing):
         return f"public={value.public}"
+    if isinstance(value, dict):
+        value = ",".join(f"{key}={item}" for key, item in value.items())
     if isinstance(value, tuple):
         value = ",".join(map(without_password, value))
     return str(value) or "-"

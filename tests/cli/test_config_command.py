@@ -33,7 +33,7 @@ def test_every_setting_is_printed_with_its_value_and_its_source(file):
     assert printed["disk_fsync"] == ["true", f"{file}: ec.disk_fsync"]
     assert printed["expect_s"] == ["3.0", "environment: LMCACHE_EC_EXPECT_S"]
     assert printed["slab_size"] == ["64MiB", "command line: slab_size"]
-    assert printed["directory"] == ["-", "default"]
+    assert printed["directory"] == printed["nixl_params"] == ["-", "default"]
     assert len({row.index(printed[row.split()[0]][1]) for row in rows}) == 1, "the sources stand below each other"
 
 
@@ -47,6 +47,7 @@ def test_as_json_for_programs(file):
     assert rows["max_local_cpu_size"] == (5 << 30, f"{file}: max_local_cpu_size")
     assert rows["directory"] == (["tcp://a:1"], "command line: directory")
     assert rows["local_cpu"] == (True, "default")
+    assert rows["nixl_params"] == ({}, "default")
     assert json.loads(run("config", "--json").stdout)["config_file"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ INHERITED = ("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_p
 
 def as_text(value: object) -> str:
     """As one writes it into an environment variable."""
+    if isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, list):
         return ",".join(value)
     if value is None or isinstance(value, bool):

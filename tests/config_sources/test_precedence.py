@@ -12,7 +12,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.config import DEFAULTS, KINDS, Config
-from ec_p2p.config_kinds import GIB, Endpoints, Folder, Keys, Kind, Port, Seconds, Size, Switch, Text, Word
+from ec_p2p.config_kinds import (
+    GIB,
+    Endpoints,
+    Folder,
+    Keys,
+    Kind,
+    Name,
+    Parameters,
+    Port,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+    Word,
+)
 from ec_p2p.config_sources import Loaded, explain_ec_engine_config, load_ec_engine_config
 from tests.config_sources.layers import INHERITED, LAYERS, explain, source_in
 
@@ -35,6 +49,9 @@ GOOD: dict[str, object] = {
     "disk_queue_size": 1,
     "disk_fsync": True,
     "transport": "zmq",
+    "nixl_backend": "Mooncake",
+    "nixl_params": {"num_workers": 2, "ucx_devices": "mlx5_0"},
+    "ucx_tls": "rc,cuda,sm",
     "fetch_policy": "cheaper",
     "fetch_timeout_s": 1.5,
     "read_timeout_s": 1,
@@ -141,6 +158,11 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
             return st.sampled_from(choices).flatmap(lambda word: st.sampled_from([word, word.upper(), word.lower()]))
         case Text():
             return st.text("abcXYZ019 ._-/:#{}[]'\"\\%é字", min_size=1, max_size=12).filter(str.strip)
+        case Name():
+            return st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", fullmatch=True)
+        case Parameters():
+            values = st.one_of(st.text("abc 1:,=字", max_size=5), st.integers(), st.booleans(), st.floats(0, 9))
+            return st.dictionaries(st.text("abz_", min_size=1, max_size=5).map("n{}".format), values, max_size=3)
         case Folder():
             return st.sampled_from(["/a", "/a b/c", "file:///a", "/"])
         case Keys():
@@ -154,7 +176,7 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
 # Apart from what depends on another setting, and from the tier that is always on.
 BOUND = ("node_group", "heartbeat_s", "node_timeout_s", "require_encryption", "local_cpu")
 FREE = [name for name in KINDS if name not in BOUND]
-CLEARED = [name for name in FREE if getattr(DEFAULTS, name) in ("", ())]
+CLEARED = [name for name in FREE if getattr(DEFAULTS, name) in ("", (), {})]
 
 
 def layer_of(name: str) -> st.SearchStrategy[dict[str, object]]:

@@ -37,6 +37,9 @@ BAD_OF_OURS: list[tuple[str, object]] = [
     ("peer_port", 65536),
     ("directory", ["tcp://a:1", "somewhere"]),
     ("transport", ""),
+    ("nixl_backend", "libplugin_UCX.so; true"),
+    ("nixl_params", "num_workers"),
+    ("nixl_params", {"num_workers": [2]}),
     ("log_level", "LOUD"),
     ("node_name", "n" * 201),
 ]
@@ -96,6 +99,7 @@ def test_the_environment_says_yes_and_no_in_many_words(text, value):
         ("MAX_LOCAL_CPU_SIZE", "2.5", 5 * GIB // 2),
         ("MAX_LOCAL_CPU_SIZE", "512MiB", 512 << 20),
         ("SLAB_SIZE", "1048576", 1 << 20),
+        ("NIXL_PARAMS", '{"num_workers": 2, "ucx_devices": "mlx5_0"}', {"num_workers": "2", "ucx_devices": "mlx5_0"}),
         ("DIRECTORY", "tcp://a:1", ("tcp://a:1",)),
         ("DIRECTORY", "tcp://a:1, tcp://b:2", ("tcp://a:1", "tcp://b:2")),
         ("NODE_NAME", "7", "7"),
@@ -109,7 +113,7 @@ def test_text_in_the_environment_is_typed_by_the_setting(name, text, value):
 
 @pytest.mark.parametrize("nothing", ["", " ", "none", "None", "null"])
 def test_the_environment_can_clear_what_is_empty_by_default(tmp_path, nothing):
-    prefixed = {"local_disk": "/mnt/ec", "directory": ["tcp://a:1"], "namespace": "n"}
+    prefixed = {"local_disk": "/mnt/ec", "directory": ["tcp://a:1"], "namespace": "n", "nixl_params": {"a": "b"}}
     loaded = explain(tmp_path / "lmcache.yaml", prefixed=prefixed, environment=dict.fromkeys(prefixed, nothing))
     assert loaded.config == Config()
     assert loaded.sources["local_disk"] == "environment: LMCACHE_EC_LOCAL_DISK"
