@@ -12,10 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
-from ec_p2p.engine.arena import PAGE, Arena, Slab
+from ec_p2p.engine.arena import PAGE, Slab
 from ec_p2p.engine.generation import RECORD_BYTES, records_in, table_bytes
 
 OnSlab = Callable[[int, int], None]
@@ -28,6 +29,15 @@ class ExtentError(ValueError):
 
 class SlabRefused(Exception):
     """A slab cannot be used, and stays closed: raised by `on_slab`."""
+
+
+class Ground(Protocol):
+    """What an arena says of its slabs."""
+
+    slab_bytes: int
+
+    @property
+    def slabs(self) -> list[Slab]: ...
 
 
 class Life(Enum):
@@ -85,7 +95,7 @@ def whole_pages(nbytes: int) -> int:
 class Extents:
     """The free ranges of one arena, merged with their neighbours and found by best fit."""
 
-    def __init__(self, arena: Arena, on_slab: OnSlab | None = None) -> None:
+    def __init__(self, arena: Ground, on_slab: OnSlab | None = None) -> None:
         self._on_slab = on_slab
         # A last slab too short for one page behind its table is left unused.
         self._slabs = [slab for slab in arena.slabs if slab.nbytes - table_bytes(slab) >= PAGE]

@@ -115,7 +115,7 @@ class Fetches:
         self._started: deque[Fetch] = deque()
         self._transfers: Transfers[Fetch] = Transfers(
             transport,
-            memory,
+            memory.release,
             rates,
             counters,
             read_timeout_s,

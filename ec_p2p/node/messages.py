@@ -28,7 +28,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
     version: int
     kind: str
-    """'scheduler', 'worker' or 'tool'."""
+    """'scheduler', 'worker', 'lander' (of a worker: it READs into the memory of its device) or 'tool'."""
     instance: str
     """Equal for the scheduler and the workers of one vLLM engine (engine id and data-parallel index)."""
     rank: int
@@ -86,6 +86,9 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     """How long an item that nobody advertises yet is waited for; 0 answers Missing('no_source') at once."""
     local_only: bool
     """True: only what this host holds, or is encoding, counts; nothing is fetched."""
+    landing: str = "host"
+    """Where a fetch is to land: in the node's arena, or, with 'device', in the memory of each reader's device, if that
+    can be done."""
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
@@ -146,6 +149,14 @@ class SaveSkipped(msgspec.Struct, frozen=True, array_like=True, tag="save_skippe
     """Of the output; others stop waiting for it."""
 
 
+class ReadEnded(msgspec.Struct, frozen=True, array_like=True, tag="read_ended"):
+    """Of a lander: the entry is in its device's memory, and was whole; or not, and nothing is kept of it."""
+
+    read: int
+    reason: str
+    """Empty: landed. Else 'no_memory', or as an outcome of `fetches_total`: 'changed', 'late', 'refused' ..."""
+
+
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
     """Answered by Synced once everything this client sent before has been handled."""
 
@@ -174,6 +185,8 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     """'local' when this host had it in memory, 'disk' when it was on its disk, else 'remote'."""
     seconds: float
     """Time the fetch or the staging took inside the node, from its start to landed; 0.0 for 'local'."""
+    read: int = 0
+    """Not 0: it is not in the arena, but in the memory of each reader's device, as ReadEntry of this number said."""
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
@@ -222,6 +235,39 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
     nbytes: int
 
 
+class PeerCard(msgspec.Struct, frozen=True, array_like=True, tag="peer_card"):
+    """To a lander: how the arena of this peer can be read, from now on."""
+
+    peer: bytes
+    blob: bytes
+
+
+class PeerGone(msgspec.Struct, frozen=True, array_like=True, tag="peer_gone"):
+    peer: bytes
+
+
+class ReadEntry(msgspec.Struct, frozen=True, array_like=True, tag="read_entry"):
+    """To a lander: READ this entry of a peer's arena, and its record after it, and answer by ReadEnded. What has landed
+    stays until DropEntry."""
+
+    read: int
+    peer: bytes
+    offset: Natural
+    record: Natural
+    generation: int
+    identity: Identity
+    nbytes: Natural
+    rows: Natural
+    dim: Natural
+    dtype: str
+
+
+class DropEntry(msgspec.Struct, frozen=True, array_like=True, tag="drop_entry"):
+    """To a lander: nobody needs what this READ brings, or has brought."""
+
+    read: int
+
+
 class Synced(msgspec.Struct, frozen=True, array_like=True, tag="synced"):
     token: int
 
@@ -239,9 +285,21 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True, tag="inspection")
 
 
 ToNode = (
-    Want | Forget | Dispatched | Release | Encoding | OpenWindow | CloseWindow | Commit | SaveSkipped | Sync | Inspect
+    Want
+    | Forget
+    | Dispatched
+    | Release
+    | Encoding
+    | OpenWindow
+    | CloseWindow
+    | Commit
+    | SaveSkipped
+    | ReadEnded
+    | Sync
+    | Inspect
 )
-FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection
+ToLander = PeerCard | PeerGone | ReadEntry | DropEntry
+FromNode = Landed | Missing | Pending | Window | NoWindow | Saved | SaveSkipped | Synced | Inspection | ToLander
 
 
 class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):

@@ -12,14 +12,15 @@ import socket
 from collections import deque
 
 from ec_p2p.control.codec import encode
-from ec_p2p.node.messages import FromNode, Inspection, Several
+from ec_p2p.node.messages import FromNode, Inspection, PeerCard, Several
 
 logger = logging.getLogger(__name__)
 
 UNSENT = 10_000
 """More messages for a client that does not read are lost."""
 TOGETHER = 64
-"""Messages in one datagram at most. An inspection, which may be long, has one of its own."""
+"""Messages in one datagram at most. One that may be long has one of its own."""
+_LONG = (Inspection, PeerCard)
 
 
 class Outbox:
@@ -60,9 +61,9 @@ class Outbox:
 
     def _next(self) -> FromNode | Several:
         first = self._messages.popleft()
-        if isinstance(first, Inspection):
+        if isinstance(first, _LONG):
             return first
         together: list[FromNode] = [first]
-        while self._messages and len(together) < TOGETHER and not isinstance(self._messages[0], Inspection):
+        while self._messages and len(together) < TOGETHER and not isinstance(self._messages[0], _LONG):
             together.append(self._messages.popleft())
         return Several(together) if len(together) > 1 else first

@@ -51,7 +51,7 @@ class PeerState(Enum):
 class Peer:
     """One other node's incarnation."""
 
-    __slots__ = ("asked_at", "info", "key", "line", "registered", "revision", "socket", "state")
+    __slots__ = ("asked_at", "blob", "info", "key", "line", "registered", "revision", "socket", "state")
 
     def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes], line: Line) -> None:
         self.info = info
@@ -62,6 +62,8 @@ class Peer:
         self.asked_at = float("-inf")
         self.revision = 0
         self.registered = 0
+        self.blob = b""
+        """Its transport's card."""
 
     def covers(self, offset: int, nbytes: int) -> bool:
         return offset + nbytes <= self.registered
@@ -247,6 +249,6 @@ class Peers:
         except TransportError as error:
             logger.warning("cannot connect to node %s: %s", peer.info.name, error)
             return
-        peer.revision, peer.registered = card.revision, card.registered
+        peer.revision, peer.registered, peer.blob = card.revision, card.registered, card.blob
         peer.state = PeerState.READY
         self._on_ready(peer)

@@ -26,7 +26,7 @@ from ec_p2p.node.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("scheduler", "worker", "tool")
+KINDS = ("scheduler", "worker", "lander", "tool")
 _MAX_FRAME = 1 << 16
 """A client's messages are short; one that is cut off here is not read as another."""
 _SEND_BUFFER = 1 << 20
@@ -101,6 +101,14 @@ class Sessions:
 
     def workers_of(self, instance: str) -> int:
         return sum(s.attach.kind == "worker" and s.attach.instance == instance for s in self._by_fd.values())
+
+    def landers_of(self, instance: str) -> dict[int, Session]:
+        """By rank."""
+        return {
+            s.attach.rank: s
+            for s in self._by_fd.values()
+            if s.attach.kind == "lander" and s.attach.instance == instance
+        }
 
     def schedulers_of(self, instance: str) -> list[Session]:
         return [s for s in self._by_fd.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]

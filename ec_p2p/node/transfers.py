@@ -24,7 +24,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.tally import Tally
-from ec_p2p.node.memory import Memory
 from ec_p2p.node.rates import Rates
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
 
@@ -100,7 +99,7 @@ class Transfers(Generic[Owner]):
     def __init__(
         self,
         transport: Transport,
-        memory: Memory,
+        release: Callable[[Extent], object],
         rates: Rates,
         counters: Tally,
         read_timeout_s: float,
@@ -109,7 +108,7 @@ class Transfers(Generic[Owner]):
         on_broken: Callable[[Owner, str, Extent | None, float], None],
     ) -> None:
         self._transport = transport
-        self._memory = memory
+        self._release = release
         self._rates = rates
         self._counters = counters
         self._read_timeout_s = read_timeout_s
@@ -250,7 +249,7 @@ class Transfers(Generic[Owner]):
         if not held.reading.release():
             return False
         for extent in held.extents:
-            self._memory.release(extent)
+            self._release(extent)
         return True
 
 

@@ -27,7 +27,7 @@ class Bench:
         self.raises = 0
         self.transfers = Transfers(
             rig.wire,
-            rig.memory,
+            rig.memory.release,
             Rates(),
             Tally(),
             2.0,
