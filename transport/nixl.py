@@ -1,4 +1,4 @@
-"""NIXL over UCX: one-sided READs between two arenas.
+"""NIXL, over UCX unless told otherwise: one-sided READs between two arenas.
 
 Owns the process's one NIXL agent, what is registered with it, and its connections. It must never drop a connection
 while a READ may still write into landing memory: such a READ is reported as an error, and yet writes on as soon as a
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import mmap
-import os
 import time
 from collections.abc import Sequence
 from ctypes import addressof, c_char
@@ -20,6 +19,7 @@ from typing import Any
 
 from ec_p2p.transport import NIXL_PACKAGES
 from ec_p2p.transport.checks import check_next_range, check_span, pack_card, unpack_card
+from ec_p2p.transport.interconnect import Interconnect, make_backend, said, set_environment
 from ec_p2p.transport.interface import Span, State, TransportError
 from ec_p2p.transport.nixl_reading import Ground, NixlReading, Peer, Stretches, cut
 
@@ -27,31 +27,11 @@ logger = logging.getLogger(__name__)
 
 CARD_VERSION = 1
 
-_ENVIRONMENT = {
-    # With keepalives, a READ from a process that is stopped never ends; a dead one is noticed without them, too.
-    "UCX_KEEPALIVE_INTERVAL": "inf",
-    # UCX would take SIGHUP for itself and answer it with a flood of messages.
-    "UCX_DEBUG_SIGNO": "0",
-    # Patching mmap and its kin takes half a second; it serves a cache of registrations, and we register for good.
-    "UCX_MEM_MMAP_HOOK_MODE": "none",
-    # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
-    "UCX_TCP_SYN_CNT": "3",
-    "NIXL_LOG_LEVEL": "ERROR",
-}
 _PROGRESS_DELAY_US = 100_000
 """The library's thread sleeps until something happens, but looks for itself this often."""
 _RECONNECT_S = 1.0
 _CLOSE_S = 1.0
 _GREETING_BYTES = 64
-
-
-def _set_environment(bind_host: str) -> None:
-    """UCX is configured by its environment only. What the user has set stays."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if bind_host in ("localhost", "::1") or bind_host.startswith("127."):
-        # Otherwise it listens on every interface of the host.
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 def _import_nixl() -> ModuleType:
@@ -64,10 +44,6 @@ def _import_nixl() -> ModuleType:
     raise TransportError(f"NIXL cannot be imported ({'; '.join(refusals)})")
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 class Agent:
     """The library's agent and its handles. Methods raise whatever the library does, unless they end something.
 
@@ -75,7 +51,7 @@ class Agent:
     thread can be chosen (the wrapper's makes it spin), and a handle is released when we say so, not when it happens to
     be collected."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, interconnect: Interconnect) -> None:
         bind = _import_nixl().nixlBind
         config = bind.nixlAgentConfig()
         config.useProgThread = True
@@ -84,7 +60,7 @@ class Agent:
         self._success = bind.NIXL_SUCCESS
         self._handles: set[int] = set()
         self._nixl: Any = bind.nixlAgent(name, config)
-        self._nixl.createBackend(backend, {})
+        make_backend(self._nixl, interconnect)
 
     def register(self, address: int, nbytes: int, kind: str = "DRAM", device: int = 0) -> None:
         """`kind` and `device`: see Ground."""
@@ -104,7 +80,7 @@ class Agent:
         try:
             self._nixl.invalidateRemoteMD(peer)
         except Exception as error:
-            logger.debug("dropping %s: %s", peer, _said(error))
+            logger.debug("dropping %s: %s", peer, said(error))
 
     def post(self, peer: str, local: Stretches, remote: Stretches, kind: str) -> int | None:
         """Start a READ into memory of this kind. Returns its handle, or None when it is done already."""
@@ -147,7 +123,7 @@ class Agent:
         try:
             self._nixl.getNotifs({}, [])
         except Exception as error:
-            logger.warning("NIXL gives no notifications: %s", _said(error))
+            logger.warning("NIXL gives no notifications: %s", said(error))
 
     def close(self) -> None:
         """Give READs in flight a moment, then end the agent: without it nothing writes any more."""
@@ -157,7 +133,7 @@ class Agent:
                 try:
                     self.ended(handle)
                 except Exception as error:
-                    logger.debug("a READ ended while closing: %s", _said(error))
+                    logger.debug("a READ ended while closing: %s", said(error))
             time.sleep(0.001)
         self._handles.clear()
         self._nixl = None
@@ -168,12 +144,15 @@ class NixlTransport:
 
     name: one that no other transport of the fleet has or had; peers know us by it. base, nbytes: the arena's mapping in
     this process, registered or not. bind_host: if it is a loopback address, only peers on this host can connect; the
-    network interface cannot be chosen otherwise, but with UCX_NET_DEVICES. Raises TransportError."""
+    network interface cannot be chosen otherwise, but with UCX_NET_DEVICES. interconnect: what the bytes go over; its
+    ucx_tls becomes UCX_TLS of this process. Raises TransportError."""
 
     kind = "nixl"
     bad_frames = 0  # the library hears peers itself
 
-    def __init__(self, name: str, base: int, nbytes: int, *, bind_host: str = "", backend: str = "UCX") -> None:
+    def __init__(
+        self, name: str, base: int, nbytes: int, *, bind_host: str = "", interconnect: Interconnect | None = None
+    ) -> None:
         self.name = name
         self._base = base
         self._nbytes = nbytes
@@ -187,12 +166,15 @@ class NixlTransport:
         # Every agent has a page that peers read to set the connection up: the arena may not be registered yet.
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
         self._greeting = addressof(c_char.from_buffer(self._page))
-        _set_environment(bind_host)
+        chosen = interconnect or Interconnect()
+        set_environment(bind_host, chosen.ucx_tls)
         try:
-            self._agent = Agent(name, backend)
+            self._agent = Agent(name, chosen)
             self._agent.register(self._greeting, _GREETING_BYTES)
+        except TransportError:
+            raise
         except Exception as error:  # the library's errors share no base class
-            raise TransportError(f"cannot make a NIXL agent with backend {backend}: {_said(error)}") from error
+            raise TransportError(f"cannot make a NIXL agent with backend {chosen.backend}: {said(error)}") from error
 
     @property
     def _registered(self) -> int:
@@ -204,7 +186,7 @@ class NixlTransport:
         try:
             self._agent.register(self._base + offset, nbytes)
         except Exception as error:
-            raise TransportError(f"cannot register {nbytes} bytes at offset {offset}: {_said(error)}") from error
+            raise TransportError(f"cannot register {nbytes} bytes at offset {offset}: {said(error)}") from error
         self._ends.append(offset + nbytes)
         self._card = None
 
@@ -216,7 +198,7 @@ class NixlTransport:
             self._agent.register(address, nbytes, kind, device)
         except Exception as error:
             raise TransportError(
-                f"cannot register {nbytes} bytes of {kind} memory, device {device}: {_said(error)}"
+                f"cannot register {nbytes} bytes of {kind} memory, device {device}: {said(error)}"
             ) from error
         self._beyond = Ground(address - self._nbytes, [self._nbytes + nbytes], kind, device)
 
@@ -301,7 +283,7 @@ class NixlTransport:
                 raise TransportError(f"its metadata is of {named!r}")
         except Exception as error:
             peer.broken = True
-            raise TransportError(f"cannot connect to {peer.name}: {_said(error)}") from error
+            raise TransportError(f"cannot connect to {peer.name}: {said(error)}") from error
         peer.broken = False
         # The library connects with the first READ only, which takes milliseconds, or more where a wire is involved.
         page = Span(0, 0, _GREETING_BYTES)

@@ -48,7 +48,7 @@ from ec_p2p.node.stage_requests import StageRequests
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.status import Status
 from ec_p2p.node.wants import Wants
-from ec_p2p.transport import open_transport
+from ec_p2p.transport import Interconnect, open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Node:
             bind_host=bind,
             advertise_host=advertise,
             security=security,
+            interconnect=Interconnect(config.nixl_backend, config.nixl_params, config.ucx_tls),
         )
         resources.callback(self.transport.close)
         if security and self.transport.kind == "nixl":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import zmq
 
-from ec_p2p.transport import open_transport
+from ec_p2p.transport import Interconnect, open_transport
 from ec_p2p.transport.interface import Span, State
 
 MIB = 1 << 20
@@ -54,9 +54,9 @@ def unique_name():
 
 
 class End:
-    """An arena, and a transport of its first slab."""
+    """An arena, and a transport of its first slab. settings: of Interconnect."""
 
-    def __init__(self, kind, name, slabs=1):
+    def __init__(self, kind, name, slabs=1, **settings):
         self.memory = mmap.mmap(-1, ARENA)
         self.context = zmq.Context()
         self.transport = open_transport(
@@ -67,6 +67,7 @@ class End:
             context=self.context,
             bind_host="127.0.0.1",
             advertise_host="127.0.0.1",
+            interconnect=Interconnect(**settings),
         )
         self.slabs = 0
         for _ in range(slabs):

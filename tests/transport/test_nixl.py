@@ -15,7 +15,6 @@ import pytest
 
 from ec_p2p.transport import nixl_available
 from ec_p2p.transport.interface import Span, State, TransportError
-from ec_p2p.transport.nixl import NixlTransport
 from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, unique_name, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
@@ -193,15 +192,6 @@ def listening_addresses():
 
 def test_an_end_bound_to_the_loopback_listens_nowhere_else():
     assert in_child(listening_addresses) == {"127.0.0.1"}
-
-
-def refuse_backend():
-    with pytest.raises(TransportError, match="cannot make a NIXL agent with backend NO_SUCH"):
-        NixlTransport("x", 4096, 4096, backend="NO_SUCH")
-
-
-def test_a_backend_that_does_not_exist():
-    in_child(refuse_backend)
 
 
 def test_signals_stay_ours_and_settings_of_the_user_win():
