@@ -1,13 +1,18 @@
 """The worker's side: encoder outputs into the node, promised ones out of it.
 
-Owns the worker's client of the node and the thread that keeps it attached. It must never let a tensor of vLLM's encoder
-cache alias the arena. A promised load that cannot be done is the one error that leaves here: vLLM has no way back.
+Owns the worker's client of the node, the threads that keep it attached and tell it what a device has copied, and the
+leases of loads until their copies are over. It must never let a tensor of vLLM's encoder cache alias the arena, nor
+release a lease while a device may still read. A promised load that cannot be done is the one error that leaves here:
+vLLM has no way back.
+
+    promised -> copy enqueued, in encoder_cache -> its mark has passed -> lease released
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,8 +20,10 @@ from typing import Any
 import torch
 
 from ec_p2p.connector.metadata import ECP2PMetadata
+from ec_p2p.connector.settler import Settler
 from ec_p2p.connector.topology import WorkerRank
 from ec_p2p.node.client import NodeClient
+from ec_p2p.node.device import PASSED, Mark
 from ec_p2p.node.messages import SaveSkipped
 from ec_p2p.node.tensors import Loader, Place, Saver
 
@@ -24,6 +31,10 @@ logger = logging.getLogger("vllm.ec_p2p")
 
 KEEP_S = 1.0
 """How often an idle worker looks whether its node is still there, and attaches to the next one if not."""
+CLOSE_S = 10.0
+"""A device that is not done with its copies by then never will be."""
+
+_POLL_S = 0.001
 
 EncoderCache = dict[str, torch.Tensor]
 
@@ -55,6 +66,9 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._settler = Settler(self._settle_all, lambda error: on_error("settler", error))
+        self._reading: list[tuple[Place, Mark]] = []
+        """What a device may still read of the arena."""
         with self._lock:
             # A node that has to be started comes up while the model loads.
             client.attach()
@@ -71,7 +85,7 @@ class WorkerSide:
 
     def before_model(self, encoder_cache: EncoderCache, step: ECP2PMetadata) -> None:
         """Do this step's loads, then publish what is resident. Raises RuntimeError if a load cannot be done."""
-        if not (step.loads or step.saves_resident or step.encodes):
+        if not (step.loads or step.saves_resident or step.encodes or self._reading):
             return
         with self._lock, _sync_allowed():
             try:
@@ -87,7 +101,7 @@ class WorkerSide:
                         self._save(identity, tensor)
 
     def save(self, encoder_cache: EncoderCache, identifier: str, step: ECP2PMetadata) -> None:
-        """Publish one encoder output. The copy is made before this returns."""
+        """Publish one encoder output. When this returns, vLLM may drop it."""
         identity = step.encodes.get(identifier)
         if identity is None or not self._rank.saves:
             return
@@ -97,17 +111,27 @@ class WorkerSide:
             logger.debug("the encoder output of %.64r is not shared: %s", identifier, outcome)
 
     def close(self) -> None:
+        """Let everything that a device still copies end well, then leave the node. Idempotent."""
         self._stop.set()
         if self._keeper is not None:
             self._keeper.join()
             self._keeper = None
+        deadline = time.monotonic() + CLOSE_S
         with self._lock:
-            self._saver.close()
-            self._client.close()
+            done = self._saver.close(CLOSE_S)
+            while self._release_read() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            # To the node, a client that leaves has no copies under way: the link then ends with the process.
+            if done and not self._reading:
+                self._client.close()
+            else:
+                logger.warning("a device is not done with its copies after %.0f s: not waiting for it", CLOSE_S)
+        self._settler.close()
 
     # -------------------------------------------------------- inside
 
     def _prepare(self) -> None:
+        self._release_read()
         if self._rank.saves:
             self._saver.prepare()
         else:
@@ -116,7 +140,10 @@ class WorkerSide:
 
     def _save(self, identity: bytes, tensor: torch.Tensor) -> str:
         try:
-            return self._saver.save(identity, tensor)
+            outcome = self._saver.save(identity, tensor)
+            if self._saver.copying is not None:
+                self._settler.wake()
+            return outcome
         except Exception as error:
             # Told to the node, which tells the scheduler: a worker's own counts do not reach vLLM's metrics.
             self._client.send(SaveSkipped("error", identity))
@@ -126,18 +153,41 @@ class WorkerSide:
     def _load(self, encoder_cache: EncoderCache, loads: Iterable[tuple[str, Place]]) -> None:
         failed: list[str] = []
         for identifier, place in loads:
+            read = PASSED
             try:
                 if identifier not in encoder_cache:
-                    encoder_cache[identifier] = self._loader.load(place, self._device())
+                    encoder_cache[identifier], read = self._loader.load(place, self._device())
             except Exception as error:
                 self._on_error("load", error)
                 failed.append(f"{identifier!r:.64}: {error}")
-            finally:
-                # Leases are numbers of one node's life: to the next node this one would mean something else.
-                if place.incarnation == self._client.incarnation:
-                    self._client.release(place.lease, self._rank.reader)
+            self._reading.append((place, read))
+        self._release_read()
         if failed and self._fetches:
             raise RuntimeError(f"promised embeddings cannot be loaded: {'; '.join(failed)}")
+
+    def _release_read(self) -> bool:
+        """Release the leases of copies that are over. Never waits. True: some are not."""
+        reading = []
+        for place, mark in self._reading:
+            try:
+                if not mark.passed():
+                    reading.append((place, mark))
+                    continue
+            except RuntimeError as error:
+                # It may never read again, or it may: the lease ends with this worker.
+                self._on_error("release", error)
+                continue
+            # Leases are numbers of one node's life: to the next node this one would mean something else.
+            if place.incarnation == self._client.incarnation:
+                self._client.release(place.lease, self._rank.reader)
+        self._reading = reading
+        return bool(reading)
+
+    def _settle_all(self) -> Mark | None:
+        with self._lock:
+            self._release_read()
+            self._saver.settle()
+            return self._saver.copying
 
     def _keep_attached(self) -> None:
         """Model Runner V1 calls no hook while an engine is idle or waits for embeddings only: without this, an engine

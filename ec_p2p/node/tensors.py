@@ -1,22 +1,25 @@
 """Tensors in and out of the arena, on the worker's side.
 
-Owns a worker's write windows and the copies themselves. It must never hand out a tensor that aliases the arena, and
-never wait for the node inside a model step, except a moment for a window when none is left: losing an encoder output
-costs more.
+Owns a worker's write windows, and what is done with the arena's bytes. It must never hand out a tensor that aliases the
+arena, and never wait for the node inside a model step, except a moment for a window when none is left: losing an
+encoder output costs more.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ec_p2p.engine.arena import PAGE
 from ec_p2p.engine.extents import whole_pages
-from ec_p2p.engine.views import copy_in, copy_out, dtype_name, dtype_of
+from ec_p2p.engine.views import dtype_name, dtype_of
+from ec_p2p.node.after_copies import AfterCopies
 from ec_p2p.node.client import Detached, NodeClient
+from ec_p2p.node.device import PASSED, Device, Mark, device_for
 from ec_p2p.node.messages import (
     CloseWindow,
     Commit,
@@ -50,39 +53,54 @@ class Place(NamedTuple):
 class Loader:
     """Copies promised entries out of the arena."""
 
-    def __init__(self, client: NodeClient) -> None:
+    def __init__(self, client: NodeClient, device_of: Callable[[torch.device | str], Device] = device_for) -> None:
         self._client = client
+        self._device_of = device_of
 
-    def load(self, place: Place, device: torch.device | str) -> torch.Tensor:
-        """A fresh (rows, dim) tensor on `device`. Raises LookupError if that node's arena was never mapped here."""
+    def load(self, place: Place, device: torch.device | str) -> tuple[torch.Tensor, Mark]:
+        """A fresh (rows, dim) tensor on `device`, for use on the current stream, and the mark that must have passed
+        before the place's lease is released. Raises LookupError if that node's arena was never mapped here."""
         arena = self._client.arena(place.incarnation)
         if arena is None and self._client.attach(1.0):
             arena = self._client.arena(place.incarnation)
         if arena is None:
             raise LookupError(f"the arena of node incarnation {place.incarnation.hex()[:8]} is not mapped")
         tensor = torch.empty((place.rows, place.dim), dtype=dtype_of(place.dtype), device=device)
-        copy_out(arena, place.offset, tensor)
-        return tensor
+        return tensor, self._device_of(tensor.device).copy_out(arena, place.offset, tensor)
 
 
 class Saver:
-    """Copies encoder outputs into write windows and tells the node about each."""
+    """Copies encoder outputs into write windows, and tells the node about each once its bytes are in place."""
 
-    def __init__(self, client: NodeClient) -> None:
+    def __init__(self, client: NodeClient, device_of: Callable[[torch.device | str], Device] = device_for) -> None:
         self._client = client
+        self._device_of = device_of
+        self._after_copies = AfterCopies(client)
         self._incarnation = b""
         self._windows: list[_WriteWindow] = []
         self._asked: dict[int, int] = {}
         self._not_before = 0.0
 
+    @property
+    def copying(self) -> Mark | None:
+        """Once this has passed, `settle` has something to say. None: nothing is under way."""
+        return self._after_copies.oldest
+
     def prepare(self) -> None:
-        """Take in the node's answers and keep a full window in reserve. Never waits."""
+        """Take in the node's answers, commit what has been copied, and keep a full window in reserve. Never waits."""
         if self._client.attach():
-            self._take_in(self._client.poll())
+            self.settle()
             self._renew()
 
+    def settle(self) -> None:
+        """Commit what has been copied by now. Never waits."""
+        self._take_in(self._client.poll())
+        self._after_copies.settle()
+
     def save(self, identity: bytes, tensor: torch.Tensor) -> str:
-        """Copy `tensor`, of shape (rows, dim), and commit it. When this returns, the tensor may be overwritten.
+        """Copy `tensor`, of shape (rows, dim), as it is after what is enqueued on the current stream by now, and commit
+        it as soon as that is done: before this returns if the tensor is on the host, else with a later `settle`. When
+        this returns, the tensor may be dropped, and one on the host overwritten.
 
         Returns 'saved', or why not: 'layout' (not two dimensions, or a dtype that is not shared), 'too_large',
         'no_window', 'detached'.
@@ -95,11 +113,13 @@ class Saver:
         self._renew()
         return outcome
 
-    def close(self) -> None:
-        """Give the windows back."""
+    def close(self, timeout_s: float) -> bool:
+        """Commit what is still being copied, and give the windows back. False: a device is not done with them after
+        `timeout_s`, so the node must go on taking them for this client's."""
         for window in self._windows:
-            self._client.send(CloseWindow(window.window))
+            self._after_copies.send(PASSED, CloseWindow(window.window))
         self._windows.clear()
+        return self._after_copies.finish(timeout_s)
 
     # -------------------------------------------------------- inside
 
@@ -112,7 +132,8 @@ class Saver:
             return "layout"
         rows, dim = tensor.shape
         nbytes = tensor.numel() * tensor.element_size()
-        self._take_in(self._client.poll())
+        self.settle()
+        self._after_copies.make_room()
         window = self._window_for(nbytes)
         if window is None:
             attached = self._client.attached
@@ -122,8 +143,8 @@ class Saver:
         arena = self._client.arena(self._incarnation)
         assert arena is not None
         offset = window.take(nbytes)
-        copy_in(arena, offset, tensor, tensor.dtype)
-        self._client.send(Commit(window.window, identity, offset, nbytes, rows, dim, dtype))
+        copied = self._device_of(tensor.device).copy_in(arena, offset, tensor)
+        self._after_copies.send(copied, Commit(window.window, identity, offset, nbytes, rows, dim, dtype))
         return "saved"
 
     def _window_for(self, nbytes: int) -> _WriteWindow | None:
@@ -177,10 +198,11 @@ class Saver:
         """Use the new window, and give back the exhausted one that it replaces."""
         if len(self._windows) >= 2:
             self._windows.sort(key=lambda known: known.room)
-            self._client.send(CloseWindow(self._windows.pop(0).window))
+            self._after_copies.send(PASSED, CloseWindow(self._windows.pop(0).window))
         self._windows.append(window)
 
     def _forget_windows(self) -> None:
+        self._after_copies.drop()
         self._windows.clear()
         self._asked.clear()
         self._not_before = 0.0

@@ -10,6 +10,7 @@ import torch
 from ec_p2p.connector.metadata import ECP2PMetadata
 from ec_p2p.connector.topology import WorkerRank
 from ec_p2p.connector.worker import WorkerSide
+from ec_p2p.node.device import PASSED
 from ec_p2p.node.messages import SaveSkipped
 from ec_p2p.node.tensors import Place
 
@@ -52,13 +53,14 @@ class Loader:
     def load(self, place, device):
         if self.error:
             raise self.error
-        return torch.full((place.rows, place.dim), float(place.lease), device=device)
+        return torch.full((place.rows, place.dim), float(place.lease), device=device), PASSED
 
 
 class Saver:
     def __init__(self):
         self.saved = {}
         self.error = None
+        self.copying = None
 
     def prepare(self):
         pass
@@ -69,8 +71,8 @@ class Saver:
         self.saved[identity] = tensor.clone()
         return "saved"
 
-    def close(self):
-        pass
+    def close(self, timeout_s):
+        return True
 
 
 class Rig:

@@ -28,6 +28,12 @@ def save(saver, scheduler, identity, tensor):
     assert scheduler.expect(Saved, lambda m: m.identity == identity).nbytes == tensor.nbytes
 
 
+def load(worker, place):
+    tensor, copied = Loader(worker.node).load(place, "cpu")
+    assert copied.passed()
+    return tensor
+
+
 def place(scheduler, landed):
     return Place(
         scheduler.node.incarnation,
@@ -45,11 +51,10 @@ def place(scheduler, landed):
 def test_a_saved_tensor_is_loaded_bit_for_bit(host, dtype, shape):
     worker, scheduler = host
     tensor = torch.randn(shape).to(dtype)
-    saver, loader = Saver(worker.node), Loader(worker.node)
-    save(saver, scheduler, A, tensor)
+    save(Saver(worker.node), scheduler, A, tensor)
     [answer] = scheduler.want(A, rows=shape[0], readers=1)
     assert isinstance(answer, Landed)
-    loaded = loader.load(place(scheduler, answer), "cpu")
+    loaded = load(worker, place(scheduler, answer))
     assert loaded.dtype == dtype
     assert torch.equal(loaded, tensor)
 
@@ -62,16 +67,15 @@ def test_the_source_may_be_overwritten_as_soon_as_save_returns(host):
     batch.zero_()
     scheduler.expect(Saved)
     [answer] = scheduler.want(A, readers=1)
-    assert torch.equal(Loader(worker.node).load(place(scheduler, answer), "cpu"), expected)
+    assert torch.equal(load(worker, place(scheduler, answer)), expected)
 
 
 def test_what_is_loaded_does_not_alias_the_arena(host):
     worker, scheduler = host
     save(Saver(worker.node), scheduler, A, torch.ones(8, 16))
     [answer] = scheduler.want(A, readers=1)
-    loader = Loader(worker.node)
-    loader.load(place(scheduler, answer), "cpu").zero_()
-    assert torch.equal(loader.load(place(scheduler, answer), "cpu"), torch.ones(8, 16))
+    load(worker, place(scheduler, answer)).zero_()
+    assert torch.equal(load(worker, place(scheduler, answer)), torch.ones(8, 16))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def test_any_two_dimensional_tensor_can_be_saved(host, tensor):
     worker, scheduler = host
     save(Saver(worker.node), scheduler, A, tensor)
     [answer] = scheduler.want(A, readers=1)
-    assert torch.equal(Loader(worker.node).load(place(scheduler, answer), "cpu"), tensor.detach())
+    assert torch.equal(load(worker, place(scheduler, answer)), tensor.detach())
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(4), torch.randn(2, 3, 4)], ids=["one-dim", "three-dim"])
@@ -104,7 +108,7 @@ def test_an_item_larger_than_a_window_gets_one_of_its_own(host):
     tensor = torch.randn(2048, 1024).to(torch.bfloat16)  # 4 MiB, windows are 1 MiB
     save(saver, scheduler, A, tensor)
     [answer] = scheduler.want(A, readers=1)
-    assert torch.equal(Loader(worker.node).load(place(scheduler, answer), "cpu"), tensor)
+    assert torch.equal(load(worker, place(scheduler, answer)), tensor)
 
 
 def test_an_item_larger_than_the_arena_is_skipped_and_nothing_is_lost(host):
@@ -124,7 +128,7 @@ def test_more_saves_than_the_arena_holds_keep_the_newest(host):
         assert saver.save(name, torch.full((1024, 256), number, dtype=torch.float32)) == "saved"  # 1 MiB each
     scheduler.expect(Saved, lambda m: m.identity == names[-1])
     [answer] = scheduler.want(names[-1], readers=1)
-    loaded = Loader(worker.node).load(place(scheduler, answer), "cpu")
+    loaded = load(worker, place(scheduler, answer))
     assert torch.equal(loaded, torch.full((1024, 256), 99, dtype=torch.float32))
     assert scheduler.want(names[0], readers=1)[0].reason == "no_source"
 
@@ -153,21 +157,21 @@ def test_a_worker_outlives_its_node_and_saves_into_the_next(zmq_fleet):
     node = zmq_fleet.node("a")
     worker = zmq_fleet.client(node, "worker", "engine/dp0", 0)
     scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
-    saver, loader = Saver(worker.node), Loader(worker.node)
+    saver = Saver(worker.node)
     tensor = torch.randn(8, 16)
     save(saver, scheduler, A, tensor)
     [answer] = scheduler.want(A, readers=1)
     promised = place(scheduler, answer)
     node.kill()
     until(lambda: saver.save(B, tensor) == "detached", "the worker to notice")
-    assert torch.equal(loader.load(promised, "cpu"), tensor)  # promised before the node died
+    assert torch.equal(load(worker, promised), tensor)  # promised before the node died
     zmq_fleet.node("a")
     until(scheduler.node.attach, "the next node")
     until(lambda: saver.save(C, tensor) == "saved", "a window of the next node")
     scheduler.expect(Saved, lambda m: m.identity == C)
     [answer] = scheduler.want(C, readers=1)
-    assert torch.equal(loader.load(place(scheduler, answer), "cpu"), tensor)
-    assert torch.equal(loader.load(promised, "cpu"), tensor)  # its arena is still mapped
+    assert torch.equal(load(worker, place(scheduler, answer)), tensor)
+    assert torch.equal(load(worker, promised), tensor)  # its arena is still mapped
 
 
 def test_an_arena_never_mapped_cannot_be_loaded_from(host):
