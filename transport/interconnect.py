@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ec_p2p.transport.interface import TransportError
+
+if TYPE_CHECKING:
+    from ec_p2p.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +26,13 @@ _ENVIRONMENT = {
     "UCX_DEBUG_SIGNO": "0",
     # Patching mmap and its kin takes half a second; it serves a cache of registrations, and we register for good.
     "UCX_MEM_MMAP_HOOK_MODE": "none",
-    # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
-    "UCX_TCP_SYN_CNT": "3",
     "NIXL_LOG_LEVEL": "ERROR",
 }
+_OF_TCP = {
+    # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
+    "UCX_TCP_SYN_CNT": "3",
+}
+"""Without TCP, UCX would warn of variables that it does not use."""
 _TOLD = ("UCX_TLS", "UCX_NET_DEVICES")
 """What decides most often whether UCX finds a way at all."""
 _MEMORY = {"DRAM_SEG", "VRAM_SEG"}
@@ -39,6 +45,10 @@ class Interconnect(msgspec.Struct, frozen=True):
     backend: str = "UCX"
     params: dict[str, str] = {}
     ucx_tls: str = ""
+
+    @classmethod
+    def of(cls, config: Config) -> Interconnect:
+        return cls(config.nixl_backend, config.nixl_params, config.ucx_tls)
 
     def __str__(self) -> str:
         """What was chosen, as it is in the configuration; empty: nothing."""
@@ -61,8 +71,6 @@ class Backends(NamedTuple):
 
 def set_environment(bind_host: str, ucx_tls: str) -> None:
     """Of what the user has exported, only UCX_TLS gives way, and that to the configuration."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     if bind_host in ("localhost", "::1") or bind_host.startswith("127."):
         # Otherwise it listens on every interface of the host.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -71,6 +79,8 @@ def set_environment(bind_host: str, ucx_tls: str) -> None:
         if exported != ucx_tls:
             logger.info("ucx_tls=%r of the configuration replaces UCX_TLS=%r of the environment", ucx_tls, exported)
         os.environ["UCX_TLS"] = ucx_tls
+    for name, value in {**_ENVIRONMENT, **(_OF_TCP if _tcp_may_be_used() else {})}.items():
+        os.environ.setdefault(name, value)
 
 
 def backends(agent: Any) -> Backends:
@@ -108,6 +118,12 @@ def make_backend(agent: Any, interconnect: Interconnect) -> None:
             f"(given: {', '.join([f'nixl_params={params!r}', *environment])}; {name} lists {_told(listed)}; "
             "the library's own words are in the log)"
         ) from error
+
+
+def _tcp_may_be_used() -> bool:
+    transports = os.environ.get("UCX_TLS", "all")
+    names = {name.strip() for name in transports.lstrip("^").split(",")}
+    return "tcp" not in names if transports.startswith("^") else bool(names & {"tcp", "all"})
 
 
 def said(error: Exception) -> str:

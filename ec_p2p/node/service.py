@@ -121,7 +121,7 @@ class Node:
             bind_host=bind,
             advertise_host=advertise,
             security=security,
-            interconnect=Interconnect(config.nixl_backend, config.nixl_params, config.ucx_tls),
+            interconnect=Interconnect.of(config),
         )
         resources.callback(self.transport.close)
         if security and self.transport.kind == "nixl":

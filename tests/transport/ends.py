@@ -126,9 +126,7 @@ class Holder:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def stop(self):
-        """As SIGSTOP does, and wait until it has."""
-        os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: _process_state(self.pid) == "T", "the holder to stop")
+        stop_process(self.pid)
 
     def resume(self):
         os.kill(self.pid, signal.SIGCONT)
@@ -142,9 +140,15 @@ class Holder:
         self._pipe.close()
 
 
-def _process_state(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+def stop_process(pid):
+    """As SIGSTOP does, and wait until it has: its other threads answer a moment longer, and with them the library's."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _thread_states(pid) == {"T"}, f"process {pid} to stop")
+
+
+def _thread_states(pid):
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 def _hold(pipe, kind, name, slabs):

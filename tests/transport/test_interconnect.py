@@ -15,7 +15,7 @@ from ec_p2p.transport import Interconnect, TransportError, nixl_available
 from ec_p2p.transport.interconnect import Backends, backends
 from ec_p2p.transport.interface import Span, State
 from ec_p2p.transport.nixl import NixlTransport, _import_nixl
-from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, unique_name, until
+from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, stop_process, unique_name, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
 
@@ -152,7 +152,7 @@ def read_from_stopped(settings, name, card, pid):
     end = End("nixl", unique_name(), **settings)
     end.transport.connect(name, card)
     end.fetch(name, 0, 0, 64)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     reading = end.transport.read(name, [Span(1000, 0, MIB)])
     for _ in range(100):
         end.transport.progress()
@@ -194,6 +194,18 @@ def test_transports_that_this_host_does_not_have():
     assert refusal.startswith("cannot make a NIXL agent with backend UCX: ")
     assert "UCX_TLS='pigeon' in the environment" in refusal
     assert "UCX_NET_DEVICES='lo' in the environment" in refusal, "which is ours, and may be what is in the way"
+
+
+def variables_of_tcp(ucx_tls):
+    opened({"ucx_tls": ucx_tls})
+    return "UCX_TCP_SYN_CNT" in os.environ
+
+
+@pytest.mark.parametrize(
+    ("ucx_tls", "set_"), [("", True), ("tcp", True), ("sm, tcp", True), ("^tcp", False), ("rc,sm", False)]
+)
+def test_ucx_gets_no_variable_that_it_would_warn_of(ucx_tls, set_):
+    assert in_child(variables_of_tcp, ucx_tls) is set_
 
 
 # ------------------------------------------------------------ what was chosen, in words

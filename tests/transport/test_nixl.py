@@ -15,7 +15,7 @@ import pytest
 
 from ec_p2p.transport import nixl_available
 from ec_p2p.transport.interface import Span, State, TransportError
-from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, unique_name, until
+from tests.transport.ends import ARENA, MIB, SLAB, End, Holder, in_child, stop_process, unique_name, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
 
@@ -31,7 +31,7 @@ def read_from_stopped(name, card, pid):
     end = End("nixl", unique_name(), slabs=2)
     end.transport.connect(name, card)
     end.fetch(name, 0, 0, 64)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     landed = end.fetch(name, 1000, 0, SLAB)
     end.close()
     return landed
@@ -78,7 +78,7 @@ def drop_a_stopped_peer(name, card, pid):
     transport = end.transport
     transport.connect(name, card)
     end.fetch(name, 0, 0, 64)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     end.memory[:MIB] = bytes(MIB)
     reading = transport.read(name, [Span(0, 0, MIB)])
     transport.forget(name)
@@ -114,7 +114,7 @@ def learn_of_a_slab_during_a_read(name, card, newer, pid):
     end = End("nixl", unique_name())
     end.transport.connect(name, card)
     end.fetch(name, 0, 0, 64)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     reading = end.transport.read(name, [Span(0, 0, MIB)])
     end.transport.connect(name, newer)
     end.transport.progress()
@@ -141,7 +141,7 @@ def close_beside_a_stopped_peer(name, card, pid):
     end = End("nixl", unique_name())
     end.transport.connect(name, card)
     end.fetch(name, 0, 0, 64)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     readings = [end.transport.read(name, [Span(0, place * MIB, MIB)]) for place in range(8)]
     end.close()
     states = [reading.poll() for reading in readings]

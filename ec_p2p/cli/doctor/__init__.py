@@ -47,7 +47,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield software.versions()
     yield software.vllm()
     yield software.nixl(config)
-    yield software.ucx_settings()
+    yield software.ucx_settings(config)
     yield network.rdma_devices(ports)
     yield software.gpus()
     yield machine.memory(config)

@@ -15,13 +15,15 @@ import zmq
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.words import size
-from ec_p2p.config import Config
-from ec_p2p.transport import Span, State, Transport, open_transport
+from ec_p2p.config import Config, ConfigError
+from ec_p2p.node.network import hosts
+from ec_p2p.transport import Interconnect, Span, State, Transport, chosen_kind, open_transport
 
 _BYTES = 16 << 20
 _SMALL = 64
 _ROUNDS = 20
 _PATIENCE_S = 20.0
+_LOOPBACK = "127.0.0.1"
 _SLOW = 1e9
 """Bytes a second: less than this between two processes is not shared memory."""
 
@@ -36,12 +38,14 @@ class Measured(NamedTuple):
 
 def read(config: Config) -> Finding:
     try:
-        measured = measure(config.transport)
+        measured = measure(config)
     except Exception as error:  # whatever a library raises is the finding
-        mend = "the log above has the library's words; `transport: zmq` needs none of it"
+        mend = "the log above has the library's words; look at nixl_backend, nixl_params and ucx_tls, and at UCX_*; "
+        mend += "`transport: zmq` needs none of it"
         return problem("loopback read", f"failed: {type(error).__name__}: {error}", mend)
+    chosen = str(Interconnect.of(config)) if measured.kind == "nixl" else ""
     says = (
-        f"{measured.kind}: {_SMALL} bytes in {measured.small_s * 1e6:.0f} us, "
+        f"{measured.kind}{' with ' + chosen if chosen else ''}: {_SMALL} bytes in {measured.small_s * 1e6:.0f} us, "
         f"{size(_BYTES)} at {measured.bytes_per_s / 1e9:.1f} GB/s"
     )
     if measured.bytes_per_s < _SLOW:
@@ -50,15 +54,17 @@ def read(config: Config) -> Finding:
     return ok("loopback read", says)
 
 
-def measure(kind: str) -> Measured:
-    """In two processes of their own: a library that aborts, or hangs, takes none of ours along. Raises whatever the
+def measure(config: Config) -> Measured:
+    """With the transport, and over the interconnect, that is configured.
+
+    In two processes of their own: a library that aborts, or hangs, takes none of ours along. Raises whatever the
     transport does, and TimeoutError."""
     context = multiprocessing.get_context("spawn")
     to_holder, holders = context.Pipe()
     to_reader, readers = context.Pipe()
     children = [
-        context.Process(target=_hold, args=(kind, holders), daemon=True),
-        context.Process(target=_read, args=(kind, readers), daemon=True),
+        context.Process(target=_hold, args=(config, holders), daemon=True),
+        context.Process(target=_read, args=(config, readers), daemon=True),
     ]
     for child in children:
         child.start()
@@ -89,10 +95,10 @@ def _answer(pipe: multiprocessing.connection.Connection, who: str) -> object:
     return answer
 
 
-def _hold(kind: str, pipe: multiprocessing.connection.Connection) -> None:
+def _hold(config: Config, pipe: multiprocessing.connection.Connection) -> None:
     try:
         with mmap.mmap(-1, _BYTES) as memory:
-            transport = _open(kind, "holder", memory)
+            transport = _open(config, "holder", memory)
             pipe.send(transport.card())
             poller = zmq.Poller()
             for socket in transport.sockets():
@@ -104,10 +110,10 @@ def _hold(kind: str, pipe: multiprocessing.connection.Connection) -> None:
         pipe.send(error)
 
 
-def _read(kind: str, pipe: multiprocessing.connection.Connection) -> None:
+def _read(config: Config, pipe: multiprocessing.connection.Connection) -> None:
     try:
         with mmap.mmap(-1, _BYTES) as memory:
-            transport = _open(kind, "reader", memory)
+            transport = _open(config, "reader", memory)
             transport.connect(f"holder-{os.getppid()}", pipe.recv())
             small = [_time(transport, _SMALL) for _ in range(_ROUNDS)]
             large = [_time(transport, _BYTES) for _ in range(_ROUNDS)]
@@ -117,15 +123,32 @@ def _read(kind: str, pipe: multiprocessing.connection.Connection) -> None:
         pipe.send(error)
 
 
-def _open(kind: str, role: str, memory: mmap.mmap) -> Transport:
+def _open(config: Config, role: str, memory: mmap.mmap) -> Transport:
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     name = f"{role}-{os.getppid()}"
-    loopback = "127.0.0.1"
     transport = open_transport(
-        kind, name, base, _BYTES, context=zmq.Context(), bind_host=loopback, advertise_host=loopback
+        config.transport,
+        name,
+        base,
+        _BYTES,
+        context=zmq.Context(),
+        bind_host=_bind_host(config),
+        advertise_host=_LOOPBACK,
+        interconnect=Interconnect.of(config),
     )
     transport.register(0, _BYTES)
     return transport
+
+
+def _bind_host(config: Config) -> str:
+    """NIXL's as the node's, since UCX may use nothing but the loopback device where that is the loopback. ZMQ's need
+    not be open to others, if only for a moment."""
+    if chosen_kind(config.transport) != "nixl":
+        return _LOOPBACK
+    try:
+        return hosts(config)[1]
+    except ConfigError:  # another finding says so
+        return _LOOPBACK
 
 
 def _time(transport: Transport, nbytes: int) -> float:

