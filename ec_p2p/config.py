@@ -93,6 +93,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """What this plugin is given, such as {'num_workers': '2'}."""
     ucx_tls: Annotated[str, Text()] = ""
     """What UCX may use, such as 'rc,cuda,sm': the node's UCX_TLS. Empty: what the environment says, or UCX's choice."""
+    landing: Annotated[str, Word(("host", "device"))] = "host"
+    """Where fetched entries land: in the node's arena, from which workers copy, or, with NIXL, in the memory of each
+    worker's device."""
+    landing_size: Annotated[int, Size(least=64 * KIB)] = 256 << 20
+    """Memory of each worker's device for entries between landing there and being used; with `landing: device` only."""
     fetch_policy: Annotated[str, Word(("always", "cheaper", "never"))] = "always"
     """For entries that the instance could encode itself. 'cheaper': fetch what takes less time than encoding has taken
     on this host, as far as both were measured."""

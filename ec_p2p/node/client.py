@@ -46,8 +46,8 @@ _SPAWN_TIMEOUT_S = 30.0
 _SPAWN_POLL_S = 0.02
 _STABLE_S = 10.0
 """A node that ends sooner than this after attaching is not asked again at once: it might end each time."""
-_OLD_ARENA_S = 60.0
-"""The arena of a node that is gone is let go of this long after attaching to the next."""
+OLD_ARENA_S = 60.0
+"""What a node that is gone has promised from its arena can be loaded for so long after attaching to the next."""
 
 
 class Detached(NamedTuple):
@@ -63,7 +63,7 @@ class NodeClient:
     def __init__(
         self,
         config: Config,
-        kind: Literal["scheduler", "worker", "tool"],
+        kind: Literal["scheduler", "worker", "lander", "tool"],
         instance: str,
         rank: int = -1,
         *,
@@ -176,9 +176,9 @@ class NodeClient:
 
     def _adopt(self, sock: socket.socket, answer: Attached, fd: int, now: float) -> None:
         try:
-            # A scheduler reads nothing, and a mapping would keep the memory of a dead node.
+            # The others read nothing from it, and a mapping would keep the memory of a dead node.
             arena = None
-            if self._hello.kind != "scheduler":
+            if self._hello.kind in ("worker", "tool"):
                 arena = Arena.attach(fd, answer.arena_bytes, answer.slab_bytes)
         finally:
             os.close(fd)
@@ -225,7 +225,7 @@ class NodeClient:
         """The new arena, and, in a worker, the one before it: what was promised from it can still be loaded."""
         self._arenas[incarnation] = arena
         self._drop_arenas(1 if self._hello.kind == "tool" else 2)
-        self._drop_old_arena_at = now + _OLD_ARENA_S
+        self._drop_old_arena_at = now + OLD_ARENA_S
 
     def _drop_arenas(self, keep: int) -> None:
         while len(self._arenas) > keep:
@@ -241,10 +241,11 @@ class NodeClient:
         wait_s: float,
         expect_s: float,
         local_only: bool = False,
+        landing: str = "host",
     ) -> int:
         """Ask for entries; the answers come from `poll`. Returns the want's id, or 0 if there is no node."""
         want = next(self._ids)
-        message = Want(want, list(items), readers, round(wait_s * 1000), round(expect_s * 1000), local_only)
+        message = Want(want, list(items), readers, round(wait_s * 1000), round(expect_s * 1000), local_only, landing)
         return want if self.send(message) else 0
 
     def forget(self, want: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from ec_p2p.control.messages import InstanceInfo
+from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.instances import instances_of
 from ec_p2p.node.leases import Leases
@@ -20,6 +21,7 @@ from ec_p2p.node.messages import (
     Forget,
     Inspect,
     OpenWindow,
+    ReadEnded,
     Release,
     SaveSkipped,
     Sync,
@@ -41,6 +43,7 @@ class Clients:
         sessions: Sessions,
         wants: Wants,
         leases: Leases,
+        device_reads: DeviceReads,
         saving: Saving,
         links: DirectoryLinks,
         status: Status,
@@ -48,6 +51,7 @@ class Clients:
         self._sessions = sessions
         self._wants = wants
         self._leases = leases
+        self._device_reads = device_reads
         self._saving = saving
         self._links = links
         self._status = status
@@ -76,6 +80,8 @@ class Clients:
                 self._saving.commit(session, message)
             case SaveSkipped():
                 self._saving.skipped(session, message)
+            case ReadEnded():
+                self._device_reads.answered(session, message, now)
             case Sync():
                 self._links.flush(now)
                 self._sessions.send(session, Synced(message.token))
@@ -86,6 +92,8 @@ class Clients:
         self._wants.forget_session(session)
         if session.attach.kind == "worker":
             self._leases.reader_gone(session.attach.instance, session.attach.rank)
+        if session.attach.kind == "lander":
+            self._device_reads.lander_gone(session)
         self._saving.session_gone(session)
 
     def tell_instances(self) -> None:

@@ -20,6 +20,12 @@ _LONGEST_NAP_S = 0.002
 _SHORTEST_NAP_S = 5e-6
 
 
+def nap_s(waited_s: float) -> float:
+    """How long to sleep before looking again at what has been in flight for `waited_s`; 0.0: not at all."""
+    nap = min(waited_s * _SHARE, _LONGEST_NAP_S)
+    return nap if nap > _SHORTEST_NAP_S else 0.0
+
+
 class Pacing:
     def __init__(self) -> None:
         self._next_tick = 0.0
@@ -37,8 +43,8 @@ class Pacing:
         now = time.monotonic()
         self._deadline = min(self._next_tick, next_deadline(now))
         if transfers_since:
-            nap = min((now - transfers_since) * _SHARE, _LONGEST_NAP_S)
-            if nap > _SHORTEST_NAP_S:
+            nap = nap_s(now - transfers_since)
+            if nap:
                 # zmq.Poller counts in whole milliseconds; that is longer than most READs take.
                 time.sleep(nap)
             return poller.poll(0)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 _WEIGHT = 0.25
 """Of the newest measurement: about the last eight count."""
 _SMALL = 256 << 10
 """READs below tell of the latency, those above of the bandwidth."""
 _DISTRUST_S = 10.0
+_HOLDERS = 4096
+"""A READ from a holder that is gone may end after it was forgotten: such ones must not gather for ever."""
 
 
 class _Holder:
@@ -24,8 +27,16 @@ class _Holder:
         self.distrusted_until = 0.0
 
 
+class Measured(NamedTuple):
+    """What READs from one holder have taken lately. None: there was none of this kind yet."""
+
+    latency_s: float | None
+    """The whole time of a small READ."""
+    bytes_per_s: float | None
+
+
 class Rates:
-    """By incarnation. Used by the node's loop only; `clock` is seconds that never go back."""
+    """By incarnation. Used by the node's loop, but for `measured`; `clock` is seconds that never go back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +45,7 @@ class Rates:
     def observe(self, holder: bytes, nbytes: int, since: float) -> None:
         """A READ of `nbytes` that was posted at `since` is done now."""
         seconds = max(0.0, self._clock() - since)
-        known = self._holders.setdefault(holder, _Holder())
+        known = self._known(holder)
         known.distrusted_until = 0.0
         if nbytes < _SMALL:
             known.latency_s = _blend(known.latency_s, seconds)
@@ -43,10 +54,17 @@ class Rates:
 
     def failed(self, holder: bytes) -> None:
         """It has not delivered. For a while, or until it does, others are better."""
-        self._holders.setdefault(holder, _Holder()).distrusted_until = self._clock() + _DISTRUST_S
+        self._known(holder).distrusted_until = self._clock() + _DISTRUST_S
 
     def forget(self, holder: bytes) -> None:
         self._holders.pop(holder, None)
+
+    def measured(self) -> list[tuple[bytes, Measured]]:
+        """Of every holder. Any thread may ask."""
+        return [
+            (holder, Measured(known.latency_s, 1 / known.seconds_per_byte if known.seconds_per_byte else None))
+            for holder, known in list(self._holders.items())
+        ]
 
     def distrusted(self, holder: bytes) -> bool:
         known = self._holders.get(holder)
@@ -58,6 +76,14 @@ class Rates:
         if known is None or (known.seconds_per_byte is None and known.latency_s is None):
             return None
         return (known.latency_s or 0.0) + nbytes * (known.seconds_per_byte or 0.0)
+
+    def _known(self, holder: bytes) -> _Holder:
+        known = self._holders.get(holder)
+        if known is None:
+            if len(self._holders) >= _HOLDERS:
+                del self._holders[next(iter(self._holders))]
+            known = self._holders[holder] = _Holder()
+        return known
 
 
 def _blend(before: float | None, newest: float) -> float:

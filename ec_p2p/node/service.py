@@ -31,6 +31,7 @@ from ec_p2p.engine.tally import Tally
 from ec_p2p.keys import load_security
 from ec_p2p.node import network
 from ec_p2p.node.clients import Clients
+from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetch, Fetches
 from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
@@ -177,6 +178,15 @@ class Node:
             lambda identity: self._wants.wanted(identity),
         )
         resources.callback(self._fetches.close)
+        self._device_reads = DeviceReads(
+            self._sessions,
+            self._peers,
+            self._rates,
+            self.counters,
+            config.read_timeout_s,
+            lambda read: self._wants.landed_on_device(read),
+            lambda instance, identity: self._wants.not_on_device(instance, identity, time.monotonic()),
+        )
         self._links = DirectoryLinks(
             self._context,
             config,
@@ -210,6 +220,7 @@ class Node:
             self.backend,
             self._staging,
             self._fetches,
+            self._device_reads,
             self._leases,
             self.sources,
             FetchPolicy(config.fetch_policy, self._rates, self._encode_times),
@@ -228,7 +239,9 @@ class Node:
             self._leases,
             self._wants,
             self._fetches,
+            self._device_reads,
             self._encode_times,
+            self._rates,
             self._staging,
             self._peers,
             self._links,
@@ -238,7 +251,9 @@ class Node:
         self._metrics = Exposition(config.metrics_host, config.metrics_port, self._status.sources, self._status.health)
         resources.callback(self._metrics.close)
         self._status.metrics_port = self._metrics.port
-        self._clients = Clients(self._sessions, self._wants, self._leases, self._saving, self._links, self._status)
+        self._clients = Clients(
+            self._sessions, self._wants, self._leases, self._device_reads, self._saving, self._links, self._status
+        )
         resources.callback(self._sessions.dismiss)
 
     def _parts(self) -> list[Part]:
@@ -265,6 +280,7 @@ class Node:
                 turn=self._staging.turn,
                 deadlines=self._staging.deadlines,
             ),
+            Part("device reads", tick=self._device_reads.tick, deadlines=self._device_reads.deadlines),
             Part("memory", turn=self._memory.progress, deadlines=self._memory.deadlines),
             Part("clients", self._sessions.poll_targets, self._hear_client, tick=self._sessions.tick),
             Part("peers", self._peers.poll_targets, self._peers.on_ready, tick=self._peers.tick),
@@ -387,6 +403,7 @@ class Node:
 
     def _on_peer_gone(self, incarnation: bytes) -> None:
         self._peers.down(incarnation)
+        self._device_reads.peer_gone(incarnation)
         self._rates.forget(incarnation)
         self._loop.watch_again()
         self._fetches.peer_gone(incarnation, time.monotonic())

@@ -102,6 +102,11 @@ class Sessions:
     def workers_of(self, instance: str) -> int:
         return sum(s.attach.kind == "worker" and s.attach.instance == instance for s in self._by_fd.values())
 
+    @property
+    def landers(self) -> int:
+        # A copy: the thread that serves /metrics asks too.
+        return sum(s.attach.kind == "lander" for s in list(self._by_fd.values()))
+
     def landers_of(self, instance: str) -> dict[int, Session]:
         """By rank."""
         return {

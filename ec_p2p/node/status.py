@@ -18,12 +18,14 @@ from ec_p2p.control.security import Gate
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
 from ec_p2p.node.counters import flat
+from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetches
 from ec_p2p.node.fetch_policy import EncodeTimes
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attached, Inspection
 from ec_p2p.node.peers import Peers
+from ec_p2p.node.rates import Rates
 from ec_p2p.node.sessions import Sessions
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.wants import Wants
@@ -43,7 +45,9 @@ class Status:
     leases: Leases
     wants: Wants
     fetches: Fetches
+    device_reads: DeviceReads
     encode_times: EncodeTimes
+    rates: Rates
     staging: Staging
     peers: Peers
     links: DirectoryLinks
@@ -78,7 +82,7 @@ class Status:
 
     def sources(self) -> list[Source]:
         """For /metrics: this node's, and those of the directory that it hosts, if it does."""
-        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self.gauges, {}), *self.links.hosted_figures]
+        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self._all_gauges, {}), *self.links.hosted_figures]
 
     def health(self) -> tuple[bool, str]:
         """For /healthz. A node without a directory is well: it serves this host, and starting it anew helps nobody."""
@@ -95,6 +99,22 @@ class Status:
             own["bad_frames", (("socket", "transport"),)] = self.transport.bad_frames
         return self.counters.values() | self.storage.counts() | own
 
+    def _all_gauges(self) -> dict[Series, float]:
+        return self.gauges() | self._gauges_of_peers()
+
+    def _gauges_of_peers(self) -> dict[Series, float]:
+        """Two for each peer at most, and none of those that are gone. An inspection, which is one datagram, goes
+        without."""
+        found: dict[Series, float] = {}
+        known = [(peer.info, of_it) for key, of_it in self.rates.measured() if (peer := self.peers.get(key))]
+        for info, of_it in sorted(known, key=lambda pair: pair[0].started_at):  # of one name the newest holds
+            label = (("peer", info.name),)
+            if of_it.latency_s is not None:
+                found["peer_latency_seconds", label] = of_it.latency_s
+            if of_it.bytes_per_s is not None:
+                found["peer_bytes_per_second", label] = of_it.bytes_per_s
+        return found
+
     def gauges(self) -> dict[Series, float]:
         """What is the case now."""
         info = {
@@ -108,6 +128,8 @@ class Status:
             ("leases", ()): len(self.leases),
             ("wants_waiting", ()): len(self.wants),
             ("fetches_in_flight", ()): len(self.fetches),
+            ("landers", ()): self.sessions.landers,
+            ("device_entries", ()): len(self.device_reads),
             ("stagings_in_flight", ()): len(self.staging),
             ("quarantined_bytes", ()): self.fetches.quarantined_bytes,
             ("encode_seconds_per_row", ()): self.encode_times.seconds_per_row or 0.0,

@@ -6,6 +6,7 @@ Missing (with one of MISSING_REASONS). Where an entry may be is tried in this or
 
     NEW --in the arena, right rows--> LANDED
     NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable, late--> NEW, but for this
+    NEW --a node advertises it, readers have landers--> ON_DEVICE --landed--> LANDED, --failed--> NEW, but for this
     NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then HOPELESS
     NEW, HOPELESS --this host has a folder that others may write to--> LOOKING --looked--> as before, but for this
     NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
@@ -18,18 +19,20 @@ HOPELESS is NEW without the fetches that it would start, and without the waiting
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.device_reads import DeviceRead, DeviceReads
 from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
 from ec_p2p.node.fetch_policy import FetchPolicy
-from ec_p2p.node.leases import Leases
+from ec_p2p.node.leases import Leases, Pin
 from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
 from ec_p2p.node.sessions import Session
 from ec_p2p.node.staging import Staging
+from ec_p2p.node.waiting import Waiting
 
 
 class Sources(Protocol):
@@ -52,23 +55,6 @@ _FETCHES = 2
 """How many fetches of an item may fail: the holders that the first tried may be outdated."""
 
 
-class Waiting:
-    """One want with unanswered items."""
-
-    __slots__ = ("deadline", "expect_until", "expecting", "failures", "looked", "open", "session", "staged", "want")
-
-    def __init__(self, session: Session, want: Want, now: float) -> None:
-        self.session = session
-        self.want = want
-        self.deadline = now + want.wait_ms / 1000
-        self.expect_until = now + want.expect_ms / 1000
-        self.expecting = want.expect_ms > 0
-        self.open = set(range(len(want.items)))
-        self.staged: set[int] = set()
-        self.looked: set[int] = set()
-        self.failures: Counter[int] = Counter()
-
-
 class Wants:
     """All unanswered wants of one node. Used by the node's loop only. `on_used(entry)`: somebody needs it again."""
 
@@ -77,6 +63,7 @@ class Wants:
         backend: LocalCPUBackend,
         staging: Staging,
         fetches: Fetches,
+        device_reads: DeviceReads,
         leases: Leases,
         sources: Sources,
         policy: FetchPolicy,
@@ -88,6 +75,7 @@ class Wants:
         self._backend = backend
         self._staging = staging
         self._fetches = fetches
+        self._device_reads = device_reads
         self._leases = leases
         self._sources = sources
         self._policy = policy
@@ -156,6 +144,21 @@ class Wants:
         for waiting, index in self._waiters(entry.identity):
             self._answer(waiting, index, entry, source, started_at)
             self._retire(waiting)
+
+    def landed_on_device(self, read: DeviceRead) -> None:
+        """The readers of an instance have the entry. Whoever of it waited for that gets a lease."""
+        for waiting, index in self._waiters(read.identity, read.instance):
+            if index not in waiting.off_device:
+                self._answer_on_device(waiting, index, read, "remote", read.started_at)
+                self._retire(waiting)
+
+    def not_on_device(self, instance: str, identity: bytes, now: float) -> None:
+        """A reader of the instance does not have it: what remains is the arena."""
+        for waiting, index in self._waiters(identity, instance):
+            if index not in waiting.off_device:
+                waiting.off_device.add(index)
+                self._try(waiting, index, now)
+                self._retire(waiting)
 
     def failed(self, identity: bytes, reason: str, now: float) -> None:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
@@ -234,6 +237,8 @@ class Wants:
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
             return
+        if index not in waiting.off_device and (waiting.instance, item.identity) in self._device_reads:
+            return
         if self._bring_from_disk(waiting, index, now):
             return
         hopeless = waiting.failures[index] >= _FETCHES
@@ -244,6 +249,11 @@ class Wants:
             if against:
                 self._missing(waiting, index, against)
                 return
+            if fitting and index not in waiting.off_device:
+                readers = waiting.want.readers
+                if self._device_reads.bring(waiting.instance, readers, item.identity, fitting, now, waiting.deadline):
+                    return
+                waiting.off_device.add(index)
             if fitting:
                 self._fetches.start(item.identity, fitting, now, waiting.deadline)
                 return
@@ -257,10 +267,15 @@ class Wants:
         self._missing(waiting, index, "failed" if waiting.failures[index] else "no_source")
 
     def _answer_here(self, waiting: Waiting, index: int) -> bool:
-        """Answer with the entry in the arena, if there is one."""
-        entry = self._backend.get(waiting.want.items[index].identity)
+        """Answer with the entry in the arena, or in the devices of the readers, if there is one."""
+        identity = waiting.want.items[index].identity
+        entry = self._backend.get(identity)
         if entry is None:
-            return False
+            read = None if index in waiting.off_device else self._device_reads.landed(waiting.instance, identity)
+            if read is None:
+                return False
+            self._answer_on_device(waiting, index, read, "local", None)
+            return True
         self._on_used(entry)
         self._answer(waiting, index, entry, "local", None)
         return True
@@ -286,53 +301,64 @@ class Wants:
         return self._staging.looking(identity)
 
     def _being_encoded(self, waiting: Waiting, identity: bytes) -> bool:
-        return self._sources.encoded_here(identity, waiting.session.attach.instance) or (
+        return self._sources.encoded_here(identity, waiting.instance) or (
             not waiting.want.local_only and self._sources.encoded_elsewhere(identity)
         )
 
     def _why(self, waiting: Waiting, identity: bytes) -> str:
-        if identity in self._fetches:
+        if identity in self._fetches or (waiting.instance, identity) in self._device_reads:
             return "fetching"
         if identity in self._staging or self._staging.looking(identity):
             return "staging"
         return "encoding" if self._being_encoded(waiting, identity) else "expected"
 
-    def _waiters(self, identity: bytes) -> list[tuple[Waiting, int]]:
+    def _waiters(self, identity: bytes, instance: str | None = None) -> list[tuple[Waiting, int]]:
+        """Unanswered items of that identity, of one instance or of all."""
         found = []
         for key, index in sorted(self._by_identity.get(identity, ())):
             waiting = self._waiting.get(key)
-            if waiting is not None and index in waiting.open:
+            if waiting is not None and index in waiting.open and instance in (None, waiting.instance):
                 found.append((waiting, index))
         return found
 
     def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, fetch_started_at: float | None) -> None:
         if index not in waiting.open:
             return
-        want, item = waiting.want, waiting.want.items[index]
-        if item.rows not in (0, entry.rows):
+        if waiting.want.items[index].rows not in (0, entry.rows):
             self._missing(waiting, index, "rows")
             return
-        session = waiting.session
         pin = self._backend.pin(entry)
-        lease = self._leases.grant(session.sid, session.attach.instance, want.want, want.readers, pin)
+        place = (entry.offset, entry.nbytes, entry.rows, entry.dim, entry.dtype)
+        self._promise(waiting, index, pin, place, source, fetch_started_at)
+
+    def _answer_on_device(
+        self, waiting: Waiting, index: int, read: DeviceRead, source: str, started_at: float | None
+    ) -> None:
+        advert = read.advert
+        if waiting.want.items[index].rows not in (0, advert.rows):
+            self._missing(waiting, index, "rows")
+            return
+        pin = self._device_reads.pin(read)
+        place = (0, advert.nbytes, advert.rows, advert.dim, advert.dtype)
+        self._promise(waiting, index, pin, place, source, started_at, read.read)
+
+    def _promise(
+        self,
+        waiting: Waiting,
+        index: int,
+        pin: Pin,
+        place: tuple[int, int, int, int, str],
+        source: str,
+        started_at: float | None,
+        read: int = 0,
+    ) -> None:
+        """Lease what is pinned. place: offset, bytes, rows, dim and dtype; read: see Landed."""
+        want, session = waiting.want, waiting.session
+        lease = self._leases.grant(session.sid, waiting.instance, want.want, want.readers, pin)
         self._close_item(waiting, index)
-        seconds = 0.0 if fetch_started_at is None else time.monotonic() - fetch_started_at
+        seconds = 0.0 if started_at is None else time.monotonic() - started_at
         self._counters.add("wants", outcome=source)
-        self._send(
-            waiting.session,
-            Landed(
-                want.want,
-                index,
-                lease.lease,
-                entry.offset,
-                entry.nbytes,
-                entry.rows,
-                entry.dim,
-                entry.dtype,
-                source,
-                seconds,
-            ),
-        )
+        self._send(session, Landed(want.want, index, lease.lease, *place, source, seconds, read))
 
     def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
         if index not in waiting.open:

@@ -52,6 +52,8 @@ GOOD: dict[str, object] = {
     "nixl_backend": "Mooncake",
     "nixl_params": {"num_workers": 2, "ucx_devices": "mlx5_0"},
     "ucx_tls": "rc,cuda,sm",
+    "landing": "DEVICE",
+    "landing_size": "512MiB",
     "fetch_policy": "cheaper",
     "fetch_timeout_s": 1.5,
     "read_timeout_s": 1,

@@ -20,6 +20,19 @@ from ec_p2p.transport.interface import State
 from .played import A, B, Rig, advert, holder
 
 
+class NoDevices:
+    """The device reads of a host without landers."""
+
+    def __contains__(self, key):
+        return False
+
+    def landed(self, instance, identity):
+        return None
+
+    def bring(self, *asked):
+        return False
+
+
 class Answering(Rig):
     """A rig whose fetches and stagings are for the wants of clients."""
 
@@ -33,6 +46,7 @@ class Answering(Rig):
             self.backend,
             self.staging,
             self.fetches,
+            NoDevices(),
             Leases(),
             self,
             FetchPolicy("always", Rates(), EncodeTimes()),
