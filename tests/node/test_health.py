@@ -27,6 +27,27 @@ def test_a_node_that_turns_is_healthy_and_says_whether_a_directory_answers(zmq_f
     assert figures(port)["ec_p2p_directory_nodes"] == 1
 
 
+def test_what_reads_from_each_peer_take_is_shown_as_long_as_there_is_the_peer(fleet: Fleet) -> None:
+    (_, first), (second, other), (_, reader) = fleet.connected("a", "b", "c")
+    port = int(reader.inspect().node["metrics_port"])
+    assert not [name for name in figures(port) if name.startswith("ec_p2p_node_peer_")]
+    for holder, number, nbytes in ((first, 1, 128), (first, 2, 1 << 20), (other, 3, 1 << 20)):
+        holder.store(bytes([number]) * 32, bytes(nbytes))
+        reader.has_landed(bytes([number]) * 32)
+
+    def shown() -> set[str]:
+        found = {name: value for name, value in figures(port).items() if name.startswith("ec_p2p_node_peer_")}
+        assert all(value > 0 for value in found.values()), found
+        return set(found)
+
+    one = fleet.nodes[0].config.name
+    of_the_first = {f"ec_p2p_node_peer_{what}{{peer={one}}}" for what in ("latency_seconds", "bytes_per_second")}
+    assert shown() == of_the_first | {f"ec_p2p_node_peer_bytes_per_second{{peer={second.config.name}}}"}
+    assert not [name for name in reader.inspect().gauges if name.startswith("peer_")], "an inspection is one datagram"
+    second.kill()
+    until(lambda: shown() == of_the_first, "the figures of the node that died to go")
+
+
 def test_a_node_without_a_directory_is_healthy_too(zmq_fleet: Fleet) -> None:
     node = zmq_fleet.node("a", directory=[f"tcp://127.0.0.1:{free_ports()}"])
     port = int(zmq_fleet.client(node).inspect().node["metrics_port"])
