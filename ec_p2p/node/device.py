@@ -16,6 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -46,6 +47,9 @@ class Device(Protocol):
     kind: Literal["DRAM", "VRAM", ""]
     """NIXL's word for its memory; empty: it has none."""
     index: int
+
+    def use(self) -> None:
+        """Make it the calling thread's current one: libraries that copy on their own look there."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Fresh bytes of it, not zeroed. Who writes to them from elsewhere than the current stream first waits for a
@@ -103,6 +107,9 @@ class _Blocking:
         self.kind: Literal["DRAM", "VRAM", ""] = "DRAM" if device.type == "cpu" else ""
         self.index = device.index or 0
         self._device = device
+
+    def use(self) -> None:
+        pass
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -165,6 +172,9 @@ class _Cuda:
         """Saves must not wait for what is enqueued after them, nor that for them."""
         return torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
 
+    def use(self) -> None:
+        torch.cuda.set_device(self.index)
+
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self.index}")
 
@@ -179,9 +189,10 @@ class _Cuda:
             if not _PINNED.covers(arena, offset, tensor.nbytes, self.index):
                 copy_out(arena, offset, tensor)
                 return PASSED
-            for host, device in _pieces(arena, offset, tensor):
-                device.copy_(host, non_blocking=True)
-            return _Event(self.index, arena)
+            with _whole_or_over():
+                for host, device in _pieces(arena, offset, tensor):
+                    device.copy_(host, non_blocking=True)
+                return _Event(self.index, arena)
 
     def copy_in(self, arena: Arena, offset: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Mark:
         dtype = dtype or tensor.dtype
@@ -195,12 +206,23 @@ class _Cuda:
                 if not _PINNED.covers(arena, offset, source.nbytes, self.index):
                     copy_in(arena, offset, source, dtype)
                     return PASSED
-                for host, device in _pieces(arena, offset, source):
-                    host.copy_(device, non_blocking=True)
-                return _Event(self.index, arena)
+                with _whole_or_over():
+                    for host, device in _pieces(arena, offset, source):
+                        host.copy_(device, non_blocking=True)
+                    return _Event(self.index, arena)
 
     def forget(self, arena: Arena) -> None:
         _PINNED.forget(arena)
+
+
+@contextmanager
+def _whole_or_over() -> Iterator[None]:
+    """A copy that raises has no mark: wait for those parts of it that are enqueued on the current stream."""
+    try:
+        yield
+    except BaseException:
+        torch.cuda.current_stream().synchronize()
+        raise
 
 
 def _pieces(arena: Arena, offset: int, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
