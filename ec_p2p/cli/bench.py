@@ -17,6 +17,7 @@ def add_parser(subparsers: Any) -> None:
     fetch = benches.add_parser("fetch", help="fetch between two nodes, against a raw READ and a memcpy")
     fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"))
     fetch.add_argument("--items", default="1", help="comma-separated: fetch each size as so many entries")
+    fetch.add_argument("--device", help="measure the way of each entry on to this device, too: cpu, cuda or cuda:N")
     fetch.set_defaults(run=run_fetch)
     engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
     engine.add_argument("--index-keys", type=int, default=1_000_000, help="measure an index of so many; 0: do not")
@@ -54,7 +55,8 @@ def run_fetch(args: argparse.Namespace) -> int:
     items = _counts("--items", args.items)
     if max(items) > _MOST_ITEMS:
         raise ConfigError(f"--items={args.items!r}; accepted: at most {_MOST_ITEMS} in one want")
-    return run(_sizes(args), items, args.transport, args.repeat, as_json=args.json)
+    device = None if args.device is None else _device(args.device)
+    return run(_sizes(args), items, args.transport, args.repeat, device, as_json=args.json)
 
 
 def run_directory(args: argparse.Namespace) -> int:
@@ -75,6 +77,19 @@ def run_policy(args: argparse.Namespace) -> int:
 
 def _sizes(args: argparse.Namespace) -> list[int]:
     return [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
+
+
+def _device(text: str) -> str:
+    from ec_p2p.node.device import device_for
+
+    name = "cuda:0" if text == "cuda" else text
+    try:
+        kind = device_for(name).kind
+    except RuntimeError as error:
+        raise ConfigError(f"--device={text!r}; accepted: cpu, cuda or cuda:N: {error}") from None
+    if not kind:
+        raise ConfigError(f"--device={text!r}; accepted: cpu, cuda or cuda:N")
+    return name
 
 
 def _counts(option: str, text: str) -> list[int]:

@@ -3,7 +3,8 @@
 Three processes, as in a fleet: a holder (an ordinary node), a reader (a node whose loop this process turns, so that
 raw READs run between the same two processes), and a client of the reader. Every round measures, one after the other,
 a raw READ, a fetch as the node and as the client see it, and a memcpy of the same bytes. A fetch may be of several
-items that make up the same bytes together; the raw READ is of one all the same.
+items that make up the same bytes together; the raw READ is of one all the same. With a device, the client's round goes
+on until a tensor of each item is there.
 """
 
 from __future__ import annotations
@@ -45,18 +46,22 @@ class Load(NamedTuple):
         return [b"%16d%8d%8d" % (self.nbytes, self.items, index) for index in range(self.items)]
 
 
-def run(sizes: list[int], items: list[int], transport: str, repeat: int, *, as_json: bool) -> int:
+def run(
+    sizes: list[int], items: list[int], transport: str, repeat: int, device: str | None = None, *, as_json: bool
+) -> int:
     """Measure and print. Returns the exit status."""
-    rows = [_row(load, samples) for load, samples in measure(sizes, items, transport, repeat).items()]
+    rows = [_row(load, samples) for load, samples in measure(sizes, items, transport, repeat, device).items()]
+    kinds = [kind for kind in _KINDS if device or kind != "device"]
     if as_json:
-        keys = ("bytes", "items", "raw_us", "fetch_us", "client_us", "memcpy_us", "fetch_over_raw")
-        print(json.dumps({"transport": transport, "rows": [{key: row[key] for key in keys} for row in rows]}))
+        keys = ("bytes", "items", *(f"{kind}_us" for kind in kinds), "fetch_over_raw")
+        result = {"transport": transport, "rows": [{key: row[key] for key in keys} for row in rows]}
+        print(json.dumps({**result, "device": device} if device else result))
         return 0
     print(f"fetch over {transport}, microseconds p50 (p90), {repeat} rounds")
-    columns = " ".join(f"{name:>18}" for name in ("raw READ", "node fetch", "client want", "memcpy"))
+    columns = " ".join(f"{_KINDS[kind].format(device=device):>18}" for kind in kinds)
     print(f"{'bytes':>10} {'items':>5} {columns} {'fetch/raw':>9}")
     for row in rows:
-        cells = [f"{row[f'{kind}_us']:9.1f} ({row[f'{kind}_p90_us']:.1f})" for kind in _KINDS]
+        cells = [f"{row[f'{kind}_us']:9.1f} ({row[f'{kind}_p90_us']:.1f})" for kind in kinds]
         print(
             f"{row['bytes']:>10} {row['items']:>5} "
             + " ".join(f"{cell:>18}" for cell in cells)
@@ -65,12 +70,20 @@ def run(sizes: list[int], items: list[int], transport: str, repeat: int, *, as_j
     return 0
 
 
-_KINDS = ("raw", "fetch", "client", "memcpy")
+_KINDS = {
+    "raw": "raw READ",
+    "fetch": "node fetch",
+    "client": "client want",
+    "device": "want to {device}",
+    "memcpy": "memcpy",
+}
 
 
 def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"bytes": load.nbytes, "items": load.items}
     for kind in _KINDS:
+        if not samples[kind]:
+            continue
         seconds = sorted(samples[kind])
         row[f"{kind}_us"] = round(statistics.median(seconds) * 1e6, 1)
         row[f"{kind}_p90_us"] = round(seconds[len(seconds) * 9 // 10] * 1e6, 1)
@@ -78,8 +91,11 @@ def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
     return row
 
 
-def measure(sizes: list[int], items: list[int], transport: str, repeat: int) -> dict[Load, dict[str, list[float]]]:
-    """Seconds of every measurement: {load: {kind: [...]}}. Sizes are rounded so that each item has whole rows."""
+def measure(
+    sizes: list[int], items: list[int], transport: str, repeat: int, device: str | None = None
+) -> dict[Load, dict[str, list[float]]]:
+    """Seconds of every measurement: {load: {kind: [...]}}. Sizes are rounded so that each item has whole rows. Of the
+    kind 'device' there are none without one."""
     loads = [
         Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number) for size in sizes for number in items
     ]
@@ -102,20 +118,22 @@ def measure(sizes: list[int], items: list[int], transport: str, repeat: int) -> 
     try:
         wholes = {load: Load(load.nbytes, 1) for load in loads}
         _fill(holder, sorted({*loads, *wholes.values()}))
-        return _measure_with_reader(reader, wholes, repeat)
+        return _measure_with_reader(reader, wholes, repeat, device)
     finally:
         process.terminate()
         process.wait()
 
 
-def _measure_with_reader(config: Config, wholes: dict[Load, Load], repeat: int) -> dict[Load, dict[str, list[float]]]:
+def _measure_with_reader(
+    config: Config, wholes: dict[Load, Load], repeat: int, device: str | None
+) -> dict[Load, dict[str, list[float]]]:
     """`wholes` maps each load to the one entry of its size, of which the raw READ is."""
     from ec_p2p.node.service import Node
 
     node = Node(config)
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    client = spawn.Process(target=_client_main, args=(config, there))
+    client = spawn.Process(target=_client_main, args=(config, there, device))
     client.start()
     there.close()
     try:
@@ -131,7 +149,7 @@ def _measure_with_reader(config: Config, wholes: dict[Load, Load], repeat: int) 
                 seen = _client_round(node, here, load)
                 copied = _memcpy(*copies, load.nbytes)
                 if round_ >= 0:
-                    for kind, seconds in zip(_KINDS, (raw, *seen, copied), strict=True):
+                    for kind, seconds in {"raw": raw, "memcpy": copied, **seen}.items():
                         results[load][kind].append(seconds)
             node.backend.release(landing)
         here.send(None)
@@ -161,17 +179,17 @@ def _raw_read(node: Any, identity: bytes, landing: int) -> float:
     return seconds
 
 
-def _client_round(node: Any, pipe: multiprocessing.connection.Connection, load: Load) -> tuple[float, float]:
-    """(node's, client's) seconds of one fetch, until its last item has landed. The entries are not on the reader's
-    side: they are removed after each round."""
+def _client_round(node: Any, pipe: multiprocessing.connection.Connection, load: Load) -> dict[str, float]:
+    """Seconds of one fetch, until its last item has landed: the node's, the client's, and those until it was on the
+    device. The entries are not on the reader's side: they are removed after each round."""
     pipe.send(load)
     _turn_until(node, lambda: pipe.poll(0))
-    answer = pipe.recv()
+    answer: dict[str, float] | str = pipe.recv()
     for identity in load.identities:
         node.backend.remove(identity)
     if isinstance(answer, str):
         raise RuntimeError(f"the fetch of {load.nbytes} bytes did not land: {answer}")
-    return answer[0], answer[1]
+    return answer
 
 
 def _memcpy(source: Any, target: Any, size: int) -> float:
@@ -188,8 +206,8 @@ def _turn_until(node: Any, condition: Any) -> None:
         node.turn()
 
 
-def _client_main(config: Config, pipe: multiprocessing.connection.Connection) -> None:
-    """The client's process: one want per request, timed from the call to the answer."""
+def _client_main(config: Config, pipe: multiprocessing.connection.Connection, device: str | None) -> None:
+    """The client's process: one want per request, timed from the call to the answer, and to the device."""
     with NodeClient(config, "tool", "bench") as client:
         if not client.attach(_PATIENCE_S):
             raise SystemExit("cannot attach to the reader")
@@ -198,17 +216,36 @@ def _client_main(config: Config, pipe: multiprocessing.connection.Connection) ->
             started = time.perf_counter()
             client.want(items, readers=0, wait_s=_PATIENCE_S, expect_s=0.0)
             answers = _answers(client, len(items))
-            seconds = time.perf_counter() - started
+            seen = {"client": time.perf_counter() - started}
             landed = [answer for answer in answers if isinstance(answer, Landed)]
+            if device and len(landed) == len(items):
+                _load(client, landed, device)
+                seen["device"] = time.perf_counter() - started
             for answer in landed:
                 client.send(Release(answer.lease, -1))
             # The reader's loop sleeps until a message comes: the Sync makes it look at the pipe.
             if len(landed) == len(items):
-                pipe.send((max(answer.seconds for answer in landed), seconds))
+                pipe.send({"fetch": max(answer.seconds for answer in landed), **seen})
             else:
                 pipe.send(next(answer.reason for answer in answers if isinstance(answer, Missing)))
             client.send(Sync(0))
             _expect(client, Synced)  # not in the next round's time
+
+
+def _load(client: NodeClient, landed: list[Landed], device: str) -> None:
+    """A tensor of each on the device, as a worker makes them; and wait for the last."""
+    from ec_p2p.node.tensors import Loader, Place
+
+    loader = Loader(client)
+    loaded = [
+        loader.load(
+            Place(client.incarnation, at.lease, at.offset, at.nbytes, at.rows, at.dim, at.dtype),
+            device,
+        )
+        for at in landed
+    ]
+    for _, copied in loaded:
+        copied.wait()
 
 
 def _answers(client: NodeClient, count: int) -> list[Landed | Missing]:

@@ -75,11 +75,12 @@ def device_for(device: torch.device | str) -> Device:
     """The one that these copies go to or come from. RuntimeError if torch does not know it or has no such device."""
     device = torch.device(device)
     if device.type == "cuda":
+        count = torch.cuda.device_count()
         with _LOCK:
-            index = torch.cuda.current_device() if device.index is None else device.index
+            index = device.index if device.index is not None else torch.cuda.current_device() if count else 0
+            if index >= count:
+                raise RuntimeError(f"there is no {device}: torch finds {count} GPUs here")
             if index not in _CUDA:
-                if index >= torch.cuda.device_count():
-                    raise RuntimeError(f"there is no {device}; accepted: one of {torch.cuda.device_count()} GPUs")
                 _CUDA[index] = _Cuda(index)
             return _CUDA[index]
     return _HOST if device.type == "cpu" else _Blocking(device)

@@ -86,8 +86,11 @@ def test_of_a_closed_arena_there_is_no_copy(arena):
 
 
 def test_a_device_that_is_not_there_is_named(cuda):
-    with pytest.raises(RuntimeError, match="there is no cuda:7; accepted: one of 2 GPUs"):
+    with pytest.raises(RuntimeError, match="there is no cuda:7: torch finds 2 GPUs here"):
         device_for("cuda:7")
+    cuda.devices = 0
+    with pytest.raises(RuntimeError, match="there is no cuda: torch finds 0 GPUs here"):
+        device_for("cuda")
 
 
 # ------------------------------------------------------------ a GPU
