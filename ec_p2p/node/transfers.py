@@ -4,12 +4,14 @@ Owns every READ in flight, and each landing extent from `add` until it is handed
 was added for one holder since the last turn goes out in one READ, the records of all of it in a second one. It must
 never hand out memory that a library may still write into, nor know whether what has landed is any good.
 
-    (added) --turn, within the holder's window--> PAYLOADS --done--> RECORDS --done--> every leg arrived
+    (added) --turn, the holder's window and the bound have room--> PAYLOADS --done--> RECORDS --done--> legs arrived
+    (added) --meanwhile the holder is stuck--> every leg broken, its memory handed back
     PAYLOADS, RECORDS --failed, refused--> every leg broken, its memory handed back
     PAYLOADS, RECORDS --late--> every leg broken, its memory QUARANTINED --the library is sure--> (freed)
 
-Of a holder with memory in quarantine nothing more is read before that has ended: it is `stuck`. So quarantine is
-bounded, by a window for each holder and by `quarantine_bytes` for all.
+Whatever is in flight may end in quarantine. So what is in flight and what is in quarantine have one bound together,
+`quarantine_bytes`, which only the last READ that is posted below it may cross. A holder with memory in quarantine is
+`stuck`: nothing more is read from it before that has ended. With the bound reached by quarantine alone, all are.
 
 The records are read only after the payloads have arrived: that order is what makes an unchanged record a proof.
 """
@@ -34,8 +36,10 @@ BATCH_BYTES = 16 << 20
 many large ones."""
 BATCH_LEGS = 256
 WINDOW_BYTES = 64 << 20
-"""Payload in flight from one holder, unless a single batch has more; the rest waits here. Far more than any wire needs,
-and the most that a holder which hangs can put into quarantine."""
+"""Payload in flight from one holder, where one READ more may be posted below it; the rest waits here. Far more than any
+wire needs. It bounds what a holder that hangs can put into quarantine."""
+_WINDOWS = 4
+"""The bound has room for so many windows, at least: one holder that hangs is not to stop all others."""
 
 Owner = TypeVar("Owner")
 
@@ -61,14 +65,16 @@ class _End(Enum):
 
 
 class _Transfer(Generic[Owner]):
-    """`legs` are those not yet handed back. `end` is None while it may still move."""
+    """`legs` are those not yet handed back. `end` is None while it may still move. `nbytes` are of payload, `memory` is
+    what it lands in."""
 
-    __slots__ = ("deadline", "end", "legs", "nbytes", "of_records", "peer", "posted_at", "reading")
+    __slots__ = ("deadline", "end", "legs", "memory", "nbytes", "of_records", "peer", "posted_at", "reading")
 
     def __init__(self, peer: bytes, legs: deque[Leg[Owner]], now: float, deadline: float, *, of_records: bool) -> None:
         self.peer = peer
         self.legs = legs
         self.nbytes = sum(leg.payload.nbytes for leg in legs)
+        self.memory = sum(leg.extent.nbytes for leg in legs)
         self.of_records = of_records
         self.posted_at = now
         self.deadline = deadline
@@ -112,7 +118,8 @@ class Transfers(Generic[Owner]):
         self._rates = rates
         self._counters = counters
         self._read_timeout_s = read_timeout_s
-        self._quarantine_bytes = quarantine_bytes
+        self._bound = quarantine_bytes
+        self._window_bytes = max(1, min(WINDOW_BYTES, quarantine_bytes // _WINDOWS))
         self._on_arrived = on_arrived
         self._on_broken = on_broken
         self._added: dict[bytes, deque[Leg[Owner]]] = {}
@@ -143,7 +150,7 @@ class Transfers(Generic[Owner]):
     def stuck(self, peer: bytes) -> bool:
         """Whether nothing may be read from a holder now: it has not let go of memory, or all of them together hold too
         much."""
-        return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._quarantine_bytes
+        return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._bound
 
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
@@ -173,15 +180,17 @@ class Transfers(Generic[Owner]):
     # -------------------------------------------------------- inside
 
     def _next_holder(self) -> bytes | None:
-        """One with something to post, and room in its window."""
-        return next((peer for peer in self._added if self._in_flight_bytes(peer) < WINDOW_BYTES), None)
+        """One with something to post, and room in its window and below the bound."""
+        if not self._added or self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound:
+            return None
+        return next((peer for peer in self._added if self._in_flight_bytes(peer) < self._window_bytes), None)
 
     def _in_flight_bytes(self, peer: bytes) -> int:
         return sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
 
     def _take_batch(self, peer: bytes) -> deque[Leg[Owner]]:
         legs = self._added[peer]
-        batch = take_batch(legs)
+        batch = take_batch(legs, min(BATCH_BYTES, self._window_bytes))
         if not legs:
             del self._added[peer]
         return batch
@@ -237,9 +246,8 @@ class Transfers(Generic[Owner]):
             return
         self._counters.add("quarantined", len(held.extents))
         self._quarantine.append(held)
-        in_vain = self._added.pop(held.peer, None)
-        if in_vain:
-            transfer = _Transfer(held.peer, in_vain, now, now, of_records=False)
+        for peer in [peer for peer in self._added if self.stuck(peer)]:
+            transfer = _Transfer(peer, self._added.pop(peer), now, now, of_records=False)
             transfer.end = _End.STUCK
             self._in_flight.append(transfer)
 
@@ -253,11 +261,11 @@ class Transfers(Generic[Owner]):
         return True
 
 
-def take_batch(legs: deque[Leg[Owner]]) -> deque[Leg[Owner]]:
-    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and BATCH_BYTES, or one."""
+def take_batch(legs: deque[Leg[Owner]], most_bytes: int) -> deque[Leg[Owner]]:
+    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and `most_bytes`, or one."""
     batch = deque([legs.popleft()])
     nbytes = batch[0].payload.nbytes
-    while legs and len(batch) < BATCH_LEGS and nbytes + legs[0].payload.nbytes <= BATCH_BYTES:
+    while legs and len(batch) < BATCH_LEGS and nbytes + legs[0].payload.nbytes <= most_bytes:
         nbytes += legs[0].payload.nbytes
         batch.append(legs.popleft())
     return batch

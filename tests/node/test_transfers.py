@@ -21,7 +21,7 @@ ONE, OTHER = bytes(16), bytes([1] * 16)
 class Bench:
     """Transfers over a rig's arena and wire."""
 
-    def __init__(self, rig):
+    def __init__(self, rig, quarantine_bytes=1 << 30):
         self.rig = rig
         self.ended = []
         self.raises = 0
@@ -31,7 +31,7 @@ class Bench:
             Rates(),
             Tally(),
             2.0,
-            1 << 30,
+            quarantine_bytes,
             self.arrived,
             lambda *ending: self.ended.append(ending),
         )
@@ -158,14 +158,59 @@ def test_what_waits_for_its_window_goes_out_when_there_is_room(bench):
     assert bench.endings() == [(owner, "arrived") for owner in "abc"]
 
 
+def all_hang(bench):
+    """Let time pass until every READ is late, and the library lets go of none."""
+    for reading in bench.rig.wire.readings:
+        reading.let_go = False
+    bench.transfers.turn(2.0)
+    bench.transfers.turn(2.0)
+
+
 def test_with_too_much_in_quarantine_nobody_is_read_from(bench):
-    bench.transfers._quarantine_bytes = 4096
+    bench = Bench(bench.rig, quarantine_bytes=4096)
     bench.rig.wire.state = State.POSTED
     bench.add("a")
     bench.transfers.turn(0.0)
-    bench.rig.wire.readings[0].let_go = False
-    bench.transfers.turn(2.0)
+    all_hang(bench)
     assert bench.transfers.stuck(OTHER)
+
+
+@pytest.mark.parametrize("holders", [1, 2, 10])
+def test_whoever_hangs_what_is_in_quarantine_stays_below_its_bound_and_one_read(bench, holders):
+    bench = Bench(bench.rig, quarantine_bytes=64 << 10)
+    bench.rig.wire.state = State.POSTED
+    owners = [(holder, number) for holder in range(holders) for number in range(60 // holders)]
+    for holder, number in owners:
+        bench.add((holder, number), bytes([holder] * 16), nbytes=3 << 10)
+    bench.transfers.turn(0.0)
+    all_hang(bench)
+    assert sorted(owner for owner, _ in bench.endings()) == owners, "each is told, also who was never posted"
+    assert {how for _, how in bench.endings()} == {"late", "stuck"}
+    one_read = 5 * (4 << 10)
+    assert 0 < bench.transfers.quarantined_bytes < (64 << 10) + one_read
+    assert bench.transfers.stuck(bytes([9] * 16)) is (holders > 1), "one holder that hangs stops no other"
+    assert (len(bench.transfers), bench.transfers.waiting) == (0, False)
+    for _, how, extent, _ in bench.ended:
+        assert (extent is None) is (how == "late")
+        if extent is not None:
+            bench.rig.memory.release(extent)
+    assert bench.rig.backend.reserved_bytes == bench.transfers.quarantined_bytes
+    for reading in bench.rig.wire.readings:
+        reading.let_go = True
+    bench.transfers.settle()
+    assert bench.rig.backend.reserved_bytes == bench.transfers.quarantined_bytes == 0
+
+
+def test_an_entry_larger_than_the_bound_is_read_when_nothing_else_is(bench):
+    bench = Bench(bench.rig, quarantine_bytes=64 << 10)
+    bench.rig.wire.state = State.POSTED
+    bench.add("large", nbytes=128 << 10)
+    bench.add("small", OTHER)
+    bench.transfers.turn(0.0)
+    assert reads(bench) == [[128 << 10]]
+    bench.rig.wire.state = bench.rig.wire.readings[0].state = State.DONE
+    bench.transfers.turn(0.1)
+    assert bench.endings() == [("large", "arrived"), ("small", "arrived")]
 
 
 def test_a_slow_read_holds_up_no_other(bench):
@@ -199,7 +244,7 @@ def test_batches_are_bounded_in_bytes_and_in_entries():
         waiting = deque(legs)
         batches = []
         while waiting:
-            batches.append([leg.payload.nbytes for leg in take_batch(waiting)])
+            batches.append([leg.payload.nbytes for leg in take_batch(waiting, BATCH_BYTES)])
         return batches
 
     assert sizes([]) == []
