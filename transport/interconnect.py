@@ -29,8 +29,13 @@ _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
 }
 _OF_TCP = {
+    # UCX would wait in connect() itself: whoever calls it stands still for as long as nobody answers.
+    "UCX_TCP_CONN_NB": "y",
     # The kernel's own limit on unanswered connection attempts is two minutes; this is 15 s.
     "UCX_TCP_SYN_CNT": "3",
+    # The kernel's own limit on unacknowledged data is a quarter of an hour, for which a READ keeps its landing memory.
+    # Connections on which nothing is under way UCX ends after about as long as this by itself.
+    "UCX_TCP_USER_TIMEOUT": "30s",
 }
 """Without TCP, UCX would warn of variables that it does not use."""
 _TOLD = ("UCX_TLS", "UCX_NET_DEVICES")
