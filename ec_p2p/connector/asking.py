@@ -198,6 +198,7 @@ class Asking:
             wait_s=self._config.fetch_timeout_s,
             expect_s=expect_s,
             local_only=check or not self._fetches,
+            landing=self._config.landing,
         )
         if number:
             self._wants[number] = _Want(self._client.incarnation, items, check)
@@ -264,7 +265,14 @@ class Asking:
             return
         item.apply(Event.LANDED)
         place = Place(
-            want.incarnation, landed.lease, landed.offset, landed.nbytes, landed.rows, landed.dim, landed.dtype
+            want.incarnation,
+            landed.lease,
+            landed.offset,
+            landed.nbytes,
+            landed.rows,
+            landed.dim,
+            landed.dtype,
+            landed.read,
         )
         spare = want.check or item.placed
         self._leases.add(Lease(item, place, landed.source, spare=spare))

@@ -7,6 +7,7 @@ a bad setting keeps an engine from starting. Importing this starts nothing and l
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,10 @@ from ec_p2p.connector.topology import instance_of, readers_of, role_of, worker_r
 from ec_p2p.connector.worker import EncoderCache, WorkerSide, current_device
 from ec_p2p.identity import entry_identity
 from ec_p2p.node.client import NodeClient
+from ec_p2p.node.device import Device
+from ec_p2p.node.lander import Lander
 from ec_p2p.node.tensors import Loader, Saver
+from ec_p2p.transport import chosen_kind
 
 logger = logging.getLogger("vllm.ec_p2p")
 
@@ -209,6 +213,15 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
             shares_lora=not (lora and getattr(lora, "enable_tower_connector_lora", False)),
         )
 
+    def _lander_maker(self, config: Config, instance: str, reader: int) -> Callable[[Device], Lander] | None:
+        """None where fetched entries land in the node's arena."""
+        if config.landing != "device" or not self.is_consumer:
+            return None
+        if chosen_kind(config.transport) != "nixl":
+            logger.warning("landing=device needs NIXL: with transport=%s entries land on the host", config.transport)
+            return None
+        return partial(Lander, config, instance, reader, on_error=partial(note_failure, self))
+
     def _make_worker(self, config: Config, vllm_config: Any) -> WorkerSide | None:
         try:
             rank = worker_rank(vllm_config)
@@ -225,6 +238,7 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
                 fetches=self.is_consumer,
                 on_error=partial(note_failure, self),
                 device=current_device,
+                make_lander=self._lander_maker(config, instance_of(vllm_config), rank.reader),
             )
         except Exception as error:
             note_failure(self, "__init__", error)

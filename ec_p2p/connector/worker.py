@@ -23,7 +23,8 @@ from ec_p2p.connector.metadata import ECP2PMetadata
 from ec_p2p.connector.settler import Settler
 from ec_p2p.connector.topology import WorkerRank
 from ec_p2p.node.client import NodeClient
-from ec_p2p.node.device import PASSED, Mark
+from ec_p2p.node.device import PASSED, Device, Mark, device_for
+from ec_p2p.node.lander import Lander
 from ec_p2p.node.messages import SaveSkipped
 from ec_p2p.node.tensors import Loader, Place, Saver
 
@@ -55,7 +56,9 @@ class WorkerSide:
         fetches: bool,
         on_error: Callable[[str, Exception], None],
         device: Callable[[], torch.device | str],
+        make_lander: Callable[[Device], Lander] | None = None,
     ) -> None:
+        """`make_lander`: for the setting `landing: device`."""
         self._client = client
         self._saver = saver
         self._loader = loader
@@ -63,6 +66,7 @@ class WorkerSide:
         self._fetches = fetches
         self._on_error = on_error
         self._device = device
+        self._make_lander = make_lander
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -79,6 +83,7 @@ class WorkerSide:
             if not self._client.attach(timeout_s):
                 logger.warning("no node after %.0f s: going on without sharing, trying further", timeout_s)
             self._prepare()
+            self._land_on_device()
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep_attached, name="ec-p2p-keeper", daemon=True)
             self._keeper.start()
@@ -123,12 +128,23 @@ class WorkerSide:
                 time.sleep(_POLL_S)
             # To the node, a client that leaves has no copies under way: the link then ends with the process.
             if done and not self._reading:
+                if self._loader.lander is not None:
+                    self._loader.lander.close()
                 self._client.close()
             else:
                 logger.warning("a device is not done with its copies after %.0f s: not waiting for it", CLOSE_S)
         self._settler.close()
 
     # -------------------------------------------------------- inside
+
+    def _land_on_device(self) -> None:
+        """Once the device is known. Without a lander, what is fetched lands in the node's arena."""
+        if self._make_lander is None or self._loader.lander is not None:
+            return
+        try:
+            self._loader.lander = self._make_lander(device_for(self._device()))
+        except Exception as error:
+            self._on_error("lander", error)
 
     def _prepare(self) -> None:
         self._release_read()

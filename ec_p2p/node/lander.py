@@ -86,7 +86,7 @@ class Landing:
 
 
 class Lander:
-    """Of one reader of one instance, on `device`. `pool_bytes` of its memory are taken at once.
+    """Of one reader of one instance, on `device`, of whose memory `landing_size` is taken at once.
 
     The constructor raises what the device does when it has no such memory, and TransportError where there is no NIXL
     for it. `view` may be called from any thread."""
@@ -97,10 +97,11 @@ class Lander:
         instance: str,
         reader: int,
         device: Device,
-        pool_bytes: int,
         on_error: Callable[[str, Exception], None],
     ) -> None:
-        self._pool = DevicePool(device, pool_bytes)
+        self._device = device
+        self._pool = DevicePool(device, config.landing_size)
+        device.mark().wait()
         self._transport = _transport(config, device, self._pool)
         self._client = NodeClient(msgspec.structs.replace(config, spawn_node=False), "lander", instance, reader)
         self._on_error = on_error
@@ -110,7 +111,7 @@ class Lander:
             Rates(),
             Tally(),
             config.read_timeout_s,
-            pool_bytes // _QUARANTINE_SHARE,
+            config.landing_size // _QUARANTINE_SHARE,
             self._arrived,
             self._broken,
         )
@@ -146,6 +147,7 @@ class Lander:
     # -------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        self._device.use()
         while not self._stop.is_set():
             try:
                 self._turn()

@@ -20,6 +20,7 @@ from ec_p2p.engine.views import dtype_name, dtype_of
 from ec_p2p.node.after_copies import AfterCopies
 from ec_p2p.node.client import Detached, NodeClient
 from ec_p2p.node.device import PASSED, Device, Mark, device_for
+from ec_p2p.node.lander import Lander
 from ec_p2p.node.messages import (
     CloseWindow,
     Commit,
@@ -39,7 +40,8 @@ _SILENCE_S = 5.0
 
 
 class Place(NamedTuple):
-    """Where a promised entry lies: `nbytes` bytes at `offset` of that incarnation's arena, (rows, dim) of `dtype`."""
+    """Where a promised entry lies: `nbytes` bytes at `offset` of that incarnation's arena, (rows, dim) of `dtype`; if
+    `read` is not 0, it is where that READ has landed on each reader's device."""
 
     incarnation: bytes
     lease: int
@@ -48,18 +50,24 @@ class Place(NamedTuple):
     rows: int
     dim: int
     dtype: str
+    read: int = 0
 
 
 class Loader:
-    """Copies promised entries out of the arena."""
+    """Copies promised entries out of the arena, or from where they have landed on the device."""
 
     def __init__(self, client: NodeClient, device_of: Callable[[torch.device | str], Device] = device_for) -> None:
         self._client = client
         self._device_of = device_of
+        self.lander: Lander | None = None
+        """Who lands entries on this worker's device, if anybody does."""
 
     def load(self, place: Place, device: torch.device | str) -> tuple[torch.Tensor, Mark]:
         """A fresh (rows, dim) tensor on `device`, for use on the current stream, and the mark that must have passed
-        before the place's lease is released. Raises LookupError if that node's arena was never mapped here."""
+        before the place's lease is released. Raises LookupError if that node's arena was never mapped here, or nothing
+        has landed there."""
+        if place.read:
+            return self._load_landed(place, device)
         arena = self._client.arena(place.incarnation)
         if arena is None and self._client.attach(1.0):
             arena = self._client.arena(place.incarnation)
@@ -67,6 +75,12 @@ class Loader:
             raise LookupError(f"the arena of node incarnation {place.incarnation.hex()[:8]} is not mapped")
         tensor = torch.empty((place.rows, place.dim), dtype=dtype_of(place.dtype), device=device)
         return tensor, self._device_of(tensor.device).copy_out(arena, place.offset, tensor)
+
+    def _load_landed(self, place: Place, device: torch.device | str) -> tuple[torch.Tensor, Mark]:
+        if self.lander is None:
+            raise LookupError(f"nothing lands on this worker's device, {device}")
+        tensor = self.lander.view(place.incarnation, place.read).to(device, copy=True)
+        return tensor, self._device_of(tensor.device).mark()
 
 
 class Saver:

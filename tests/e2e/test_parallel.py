@@ -72,6 +72,33 @@ def test_two_ranks_encode_and_two_ranks_load(own: Fleet, plain: Server, fresh_im
     assert answer.text == ask(plain.url, body).text
 
 
+def test_two_ranks_land_on_their_own_devices(own: Fleet, fresh_image: Image) -> None:
+    one, other = own.host("one"), own.host("other")
+    producer = own.server("encoder", one, own.connector("ec_producer", one))
+    settings = {"landing": "device", "landing_size": "16MiB"}
+    consumer = own.server("consumer", other, own.connector("ec_consumer", other, **settings), TWO_RANKS)
+    # What two ranks compute differs in the last bits from what one does, and two images make that an other answer.
+    alike = own.server("alike", options=TWO_RANKS)
+    own.wait_ready([producer, consumer, alike])
+    images = [fresh_image(), fresh_image()]
+    for image in images:
+        encode(producer.url, chat_body("encode", [image]))
+    change = Change(consumer)
+    for turn in range(3):
+        body = salted(f"turn {turn}", *images)
+        assert ask(consumer.url, body).text == ask(alike.url, body).text
+    change.settles(answered=3, encodes=0, landed_remote=2, missing=0)
+    settles(own, other, "device_reads", 2)
+    assert counted(own, other, "fetches") == 0, "nothing has passed through the node"
+    assert told(own, other)[0] == []
+    until(lambda: not device_entries(own, other), "the devices' memory to be free")
+
+
+def device_entries(fleet: Fleet, host: Host) -> float:
+    with looking_into(fleet, host) as client:
+        return inspect(client).gauges["device_entries"]
+
+
 def test_two_engines_of_one_server_share_one_fetch(own: Fleet, plain: Server, fresh_image: Image) -> None:
     one, other = own.host("one"), own.host("other")
     producer = own.server("encoder", one, own.connector("ec_producer", one), TWO_ENGINES)

@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason=
 KIB = 1 << 10
 
 
-def land(pipe, config, reader, pool_bytes):
+def land(pipe, config, reader):
     """A worker's lander, and its loads: sends the bytes of each (incarnation, read) that it is asked for."""
     failures = []
-    lander = Lander(config, "engine", reader, device_for("cpu"), pool_bytes, lambda *what: failures.append(repr(what)))
+    lander = Lander(config, "engine", reader, device_for("cpu"), lambda *what: failures.append(repr(what)))
     pipe.send(lander.free_bytes)
     with contextlib.suppress(EOFError):
         while (asked := pipe.recv()) is not None:
@@ -47,9 +47,9 @@ def land(pipe, config, reader, pool_bytes):
 class Reader:
     """A lander's process."""
 
-    def __init__(self, node, rank=0, pool_bytes=1 << 20, **settings):
-        config = msgspec.structs.replace(node.config, **settings)
-        self.process, self._pipe = start_process(land, config, rank, pool_bytes)
+    def __init__(self, node, rank=0):
+        config = msgspec.structs.replace(node.config, landing_size=1 << 20)
+        self.process, self._pipe = start_process(land, config, rank)
         self.all_free = self._answer()
 
     def ask(self, *question):
@@ -87,8 +87,8 @@ def fleet():
 def reader_of():
     with contextlib.ExitStack() as readers:
 
-        def start(node, *args, **settings):
-            reader = Reader(node, *args, **settings)
+        def start(node):
+            reader = Reader(node)
             readers.callback(reader.close)
             return reader
 
