@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ import procfs
 from processes import Failed, until
 
 _MARK = "EC_P2P_TESTS"
+
+# A shell starts what it sends to the background deaf to Ctrl-C, and every process that this one starts would be, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

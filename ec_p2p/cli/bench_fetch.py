@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -286,15 +287,11 @@ def _expect(client: NodeClient, kind: Any) -> Any:
 
 
 def _free_ports() -> int:
-    """A port that is free together with the next one (the directory's PUB socket)."""
+    """A port that is free together with the next one (the directory's PUB socket). From below the range of those that
+    the system gives to whoever asks for any, as the nodes do that start first."""
     while True:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            second = held.enter_context(socket.socket())
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
+        port = random.randrange(20000, 32000)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port

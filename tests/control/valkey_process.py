@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import free_port
 
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server") or ""
 needs_server = pytest.mark.skipif(not BINARY, reason="neither valkey-server nor redis-server is installed")
@@ -80,9 +81,3 @@ class ValkeyProcess:
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

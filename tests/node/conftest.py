@@ -11,6 +11,7 @@ import subprocess
 import time
 
 import pytest
+from processes import free_port
 
 from ec_p2p.config import make_config
 from ec_p2p.node.address import attach_address
@@ -35,16 +36,11 @@ _numbers = itertools.count()
 
 
 def free_ports() -> int:
-    """A port that is free together with the next one."""
+    """A port that is free together with the next one, and that the system gives to nobody who asks for any."""
     while True:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
+        port = free_port()
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port + 1))
             return port
 
 
