@@ -76,22 +76,26 @@ def test_two_ranks_land_on_their_own_devices(own: Fleet, fresh_image: Image) -> 
     one, other = own.host("one"), own.host("other")
     producer = own.server("encoder", one, own.connector("ec_producer", one))
     settings = {"landing": "device", "landing_size": "16MiB"}
-    consumer = own.server("consumer", other, own.connector("ec_consumer", other, **settings), TWO_RANKS)
-    # What two ranks compute differs in the last bits from what one does, and two images make that an other answer.
-    alike = own.server("alike", options=TWO_RANKS)
-    own.wait_ready([producer, consumer, alike])
+    on_devices = own.server("devices", other, own.connector("ec_consumer", other, **settings), TWO_RANKS)
+    # Its ranks round as the others do, which those of a plain vLLM, with an encoder of its own, do not.
+    in_arena = own.server("arena", other, own.connector("ec_consumer", other), TWO_RANKS)
+    own.wait_ready([producer, on_devices, in_arena])
     images = [fresh_image(), fresh_image()]
     for image in images:
         encode(producer.url, chat_body("encode", [image]))
-    change = Change(consumer)
-    for turn in range(3):
-        body = salted(f"turn {turn}", *images)
-        assert ask(consumer.url, body).text == ask(alike.url, body).text
-    change.settles(answered=3, encodes=0, landed_remote=2, missing=0)
+    change = Change(on_devices)
+    answer = ask(on_devices.url, salted("two images", *images))
+    change.settles(answered=1, encodes=0, landed_remote=2, missing=0)
     settles(own, other, "device_reads", 2)
     assert counted(own, other, "fetches") == 0, "nothing has passed through the node"
     assert told(own, other)[0] == []
-    until(lambda: not device_entries(own, other), "the devices' memory to be free")
+    until(lambda: not device_entries(own, other), "the devices' memory to be free", timeout_s=15)
+
+    change = Change(in_arena)
+    assert ask(in_arena.url, salted("two images", *images)).text == answer.text
+    change.settles(answered=1, encodes=0, landed_remote=2, missing=0)
+    settles(own, other, "fetches", 2)
+    assert counted(own, other, "device_reads") == 2
 
 
 def device_entries(fleet: Fleet, host: Host) -> float:
