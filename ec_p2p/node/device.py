@@ -16,7 +16,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -184,56 +183,46 @@ class _Cuda:
             return _Event(self.index)
 
     def copy_out(self, arena: Arena, offset: int, tensor: torch.Tensor) -> Mark:
-        if not tensor.nbytes:
-            return PASSED
         with torch.cuda.device(self.index):
-            if not _PINNED.covers(arena, offset, tensor.nbytes, self.index):
-                copy_out(arena, offset, tensor)
-                return PASSED
-            with _whole_or_over():
-                for host, device in _pieces(arena, offset, tensor):
-                    device.copy_(host, non_blocking=True)
-                return _Event(self.index, arena)
+            return self._copy(arena, offset, tensor, out=True)
 
     def copy_in(self, arena: Arena, offset: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Mark:
-        dtype = dtype or tensor.dtype
-        if not tensor.numel():
-            return PASSED
         with torch.cuda.device(self.index):
             self._saves.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._saves):
                 tensor.record_stream(self._saves)
-                source = tensor.detach().to(dtype).contiguous()
-                if not _PINNED.covers(arena, offset, source.nbytes, self.index):
-                    copy_in(arena, offset, source, dtype)
-                    return PASSED
-                with _whole_or_over():
-                    for host, device in _pieces(arena, offset, source):
-                        host.copy_(device, non_blocking=True)
-                    return _Event(self.index, arena)
+                source = tensor.detach().to(dtype or tensor.dtype).contiguous()
+                return self._copy(arena, offset, source, out=False)
 
     def forget(self, arena: Arena) -> None:
         _PINNED.forget(arena)
 
+    def _copy(self, arena: Arena, offset: int, tensor: torch.Tensor, *, out: bool) -> Mark:
+        """On the current stream; out of the arena, or into it. The tensor is contiguous."""
+        enqueued = False
+        try:
+            for slab, ours, its in _pieces(arena, offset, tensor):
+                pinned = _PINNED.pin(arena, slab, self.index)
+                target, source = (its, ours) if out else (ours, its)
+                target.copy_(source, non_blocking=pinned)
+                enqueued |= pinned
+            return _Event(self.index, arena) if enqueued else PASSED
+        except BaseException:
+            # A copy that raises has no mark: what is enqueued of it must be over.
+            torch.cuda.current_stream().synchronize()
+            raise
 
-@contextmanager
-def _whole_or_over() -> Iterator[None]:
-    """A copy that raises has no mark: wait for those parts of it that are enqueued on the current stream."""
-    try:
-        yield
-    except BaseException:
-        torch.cuda.current_stream().synchronize()
-        raise
 
-
-def _pieces(arena: Arena, offset: int, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(arena's, tensor's) bytes, slab by slab: CUDA refuses a copy that spans two registrations."""
+def _pieces(arena: Arena, offset: int, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(offset of the slab, the arena's bytes, the tensor's), slab by slab: CUDA refuses a copy of which one
+    registration covers only a part."""
     flat = tensor.view(-1).view(torch.uint8)
     done = 0
-    while done < tensor.nbytes:
+    while done < flat.nbytes:
         at = offset + done
-        size = min(tensor.nbytes - done, arena.slab_bytes - at % arena.slab_bytes)
-        yield torch.frombuffer(arena.buffer, dtype=torch.uint8, count=size, offset=at), flat[done : done + size]
+        slab = at - at % arena.slab_bytes
+        size = min(flat.nbytes - done, slab + arena.slab_bytes - at)
+        yield slab, torch.frombuffer(arena.buffer, dtype=torch.uint8, count=size, offset=at), flat[done : done + size]
         done += size
 
 
@@ -284,18 +273,14 @@ class _Pinned:
             weakref.WeakKeyDictionary()
         )
 
-    def covers(self, arena: Arena, offset: int, nbytes: int, index: int) -> bool:
-        """Whether all these bytes are pinned, which is tried now if it was not before. On the current device, which is
-        `index`. Raises ValueError if the arena is closed."""
-        first = offset - offset % arena.slab_bytes
+    def pin(self, arena: Arena, slab: int, index: int) -> bool:
+        """Whether the slab at this offset is pinned, which is tried now if it was not before. On the current device,
+        which is `index`. Raises ValueError if the arena is closed."""
         # The driver is called under the lock, and takes tens of ms for a slab: whoever else wants it wants it pinned.
         with self._lock:
             pinned = self._of(arena)
             pinned.devices.add(index)
-            return all(
-                pinned.pin(slab, min(arena.slab_bytes, arena.nbytes - slab))
-                for slab in range(first, offset + nbytes, arena.slab_bytes)
-            )
+            return pinned.pin(slab, min(arena.slab_bytes, arena.nbytes - slab))
 
     def forget(self, arena: Arena) -> None:
         with self._lock:

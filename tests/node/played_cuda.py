@@ -141,8 +141,10 @@ class Cuda:
             self.pending_error = False
             raise RuntimeError("CUDA error: out of memory")
 
-    def is_pinned(self, address, nbytes):
-        return any(base <= address and address + nbytes <= base + size for base, size in self.registered.items())
+    def covered(self, address, nbytes):
+        """How much of these bytes the registration covers that covers most of them."""
+        ends = (min(address + nbytes, base + size) - max(address, base) for base, size in self.registered.items())
+        return max(0, *ends, 0)
 
     # inside
 
@@ -179,7 +181,6 @@ class OnGpu(torch.Tensor):
     """A tensor of the host that passes for one of the played device: copies go through the streams."""
 
     cuda: Cuda
-    is_cpu = property(lambda self: False)
     recorded = None
 
     def record_stream(self, stream):
@@ -197,8 +198,8 @@ class OnGpu(torch.Tensor):
     def _copy(cls, target, source, non_blocking=False):
         plain_target, plain_source = target.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)
         host = plain_source if isinstance(target, cls) else plain_target
-        if non_blocking:
-            assert cls.cuda.is_pinned(host.data_ptr(), host.nbytes), "one registration must cover the copy"
+        covered = cls.cuda.covered(host.data_ptr(), host.nbytes)
+        assert covered == (host.nbytes if non_blocking else 0), "one registration must cover the copy, or none"
         cls.cuda.enqueue(lambda: plain_target.copy_(plain_source))
         if not non_blocking:
             cls.cuda.current_stream().synchronize()

@@ -304,10 +304,21 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, cuda):
     device = device_for("cuda:0")
     tensor = numbers(100, 100)  # over three slabs
     device.copy_in(arena, 0, on_gpu(tensor)).wait()
-    del cuda.registered[arena.base + SLAB]
+    shortened = cuda.registered.pop(arena.base + SLAB)
     with pytest.raises(AssertionError, match="one registration must cover the copy"):
         device.copy_out(arena, 0, on_gpu(tensor))
     assert not cuda.current_stream().queue
     with pytest.raises(AssertionError, match="one registration must cover the copy"):
         device.copy_in(arena, 0, on_gpu(tensor))
     assert not any(stream.queue for stream in cuda.streams)
+    cuda.registered[arena.base + SLAB] = shortened
+
+
+def test_a_copy_over_slabs_of_both_kinds_is_both(arena, refusing):
+    device = device_for("cuda:0")
+    tensor = numbers(100, 100)
+    offset = 2 * SLAB - 4096  # the first slab of it was refused, the others are pinned
+    mark = device.copy_in(arena, offset, on_gpu(tensor))
+    assert not mark.passed()
+    mark.wait()
+    assert torch.equal(read(arena, offset, tensor), tensor)
