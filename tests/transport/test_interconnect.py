@@ -24,7 +24,9 @@ UCX_PARAMETERS = {"num_workers", "ucx_devices", "ucx_error_handling_mode"}
 
 @pytest.fixture(autouse=True)
 def nothing_exported(monkeypatch):
-    monkeypatch.delenv("UCX_TLS", raising=False)
+    """By the user, or by an agent of this process, of which the children would have it."""
+    for name in [name for name in os.environ if name.startswith("UCX_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
