@@ -9,8 +9,8 @@
 set -u
 cd "$(dirname "$0")/.."
 DEVICE=${DEVICE:-cuda:0}
-TESTS_S=140
-BENCH_S=80
+TESTS_S=130
+BENCH_S=75
 
 no_gpu() {
     echo "gpu_check: NO GPU HERE, nothing was checked: $*" >&2
@@ -61,13 +61,13 @@ transport=$("$python" -c 'from ec_p2p.transport import nixl_available; print("ni
 started=$SECONDS
 
 echo "gpu_check: $found"
-timeout --kill-after=10 "$TESTS_S" "$python" -m pytest tests/gpu -q -rs -p no:cacheprovider 2>&1 | tee "$tree/tests.log"
+timeout --kill-after=5 "$TESTS_S" "$python" -m pytest tests/gpu -q -rs -p no:cacheprovider 2>&1 | tee "$tree/tests.log"
 tests=${PIPESTATUS[0]}
 [ "$tests" = 124 ] && echo "gpu_check: the tests did not end within $TESTS_S s"
 passed=$(grep -oE '[0-9]+ passed' "$tree/tests.log" | tail -1)
 
-timeout --kill-after=10 "$BENCH_S" "$python" -m ec_p2p.cli bench fetch --device "$DEVICE" --transport "$transport" \
-    --sizes 64KiB,1MiB,4MiB,16MiB,64MiB --repeat 40 2>&1 | tee "$tree/bench.log"
+timeout --kill-after=5 "$BENCH_S" "$python" -m ec_p2p.cli bench fetch --device "$DEVICE" --transport "$transport" \
+    --sizes 64KiB,1MiB,4MiB,16MiB,64MiB --repeat 20 2>&1 | tee "$tree/bench.log"
 bench=${PIPESTATUS[0]}
 [ "$bench" = 124 ] && echo "gpu_check: the benchmark did not end within $BENCH_S s"
 
