@@ -5,6 +5,7 @@ Never raises for a process that ends while it is looked at.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def marked(variable: str, value: str) -> list[int]:
 
 def command(pid: int) -> str:
     return _read(pid, "cmdline").replace("\0", " ").strip()
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds that the process has computed so far, in the kernel and outside."""
+    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def shared_memory(pid: int) -> set[Path]:
