@@ -146,6 +146,7 @@ class Rig:
         self.memory = Memory(self.backend)
         self.mailbox = Mailbox()
         self.counters = Tally()
+        self.rates = Rates()
         self.wire = Wire(self.arena, record or pack(Record(7, A, 128, 1, 64, "bfloat16")))
         self.heard, self.landed, self.failed = [], [], []
         self.unwanted = set()
@@ -154,7 +155,7 @@ class Rig:
             self.arena.buffer,
             self.wire,
             Peers(self.wire),
-            Rates(),
+            self.rates,
             self.counters,
             2.0,
             self.on_landed,

@@ -161,6 +161,19 @@ def test_the_holders_disk_has_its_time_from_when_the_holder_was_asked(open_rig):
     assert [entry.identity for entry in rig.landed] == [A]
 
 
+@pytest.mark.parametrize("what", ["card", "disk"])
+def test_a_holder_that_does_not_answer_is_not_the_first_to_be_asked_next_time(open_rig, what):
+    rig = open_rig()
+    rig.wire.peer_state = None if what == "card" else PeerState.READY
+    silent, entry = holder(1, advert(state=EntryState.RESIDENT if what == "card" else EntryState.DISK))
+    rig.start((silent, entry))
+    rig.turn(1.9)
+    assert not rig.rates.distrusted(silent.incarnation)
+    rig.turn(2.0)
+    assert rig.failed == [(A, "failed")]
+    assert rig.rates.distrusted(silent.incarnation)
+
+
 def test_nobody_is_called_from_within_start(open_rig):
     rig = open_rig()
     rig.fetches.start(A, [holder(1, advert())], 0.0, 10.0)
