@@ -18,6 +18,12 @@ def add_parser(subparsers: Any) -> None:
     fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"))
     fetch.add_argument("--items", default="1", help="comma-separated: fetch each size as so many entries")
     fetch.add_argument("--device", help="measure the way of each entry on to this device, too: cpu, cuda or cuda:N")
+    fetch.add_argument(
+        "--landing",
+        default="host",
+        choices=("host", "device"),
+        help="with --device: where entries land (see the setting)",
+    )
     fetch.set_defaults(run=run_fetch)
     engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
     engine.add_argument("--index-keys", type=int, default=1_000_000, help="measure an index of so many; 0: do not")
@@ -56,7 +62,9 @@ def run_fetch(args: argparse.Namespace) -> int:
     if max(items) > _MOST_ITEMS:
         raise ConfigError(f"--items={args.items!r}; accepted: at most {_MOST_ITEMS} in one want")
     device = None if args.device is None else _device(args.device)
-    return run(_sizes(args), items, args.transport, args.repeat, device, as_json=args.json)
+    if args.landing == "device" and (device is None or args.transport != "nixl"):
+        raise ConfigError("--landing=device; accepted: with --device, and with --transport nixl")
+    return run(_sizes(args), items, args.transport, args.repeat, device, args.landing, as_json=args.json)
 
 
 def run_directory(args: argparse.Namespace) -> int:

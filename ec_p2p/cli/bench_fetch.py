@@ -4,7 +4,7 @@ Three processes, as in a fleet: a holder (an ordinary node), a reader (a node wh
 raw READs run between the same two processes), and a client of the reader. Every round measures, one after the other,
 a raw READ, a fetch as the node and as the client see it, and a memcpy of the same bytes. A fetch may be of several
 items that make up the same bytes together; the raw READ is of one all the same. With a device, the client's round goes
-on until a tensor of each item is there.
+on until a tensor of each item is there; with landing on the device, its process READs the items by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import socket
 import statistics
 import subprocess
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ec_p2p.config import Config, make_config
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Commit, Landed, Missing, OpenWindow, Release, Sync, Synced, WantItem, Window
 from ec_p2p.node.spawn import node_command
+
+if TYPE_CHECKING:
+    from ec_p2p.node.lander import Lander
 
 _DIM = 1024
 _ROW_BYTES = 2 * _DIM
@@ -48,17 +51,26 @@ class Load(NamedTuple):
 
 
 def run(
-    sizes: list[int], items: list[int], transport: str, repeat: int, device: str | None = None, *, as_json: bool
+    sizes: list[int],
+    items: list[int],
+    transport: str,
+    repeat: int,
+    device: str | None = None,
+    landing: str = "host",
+    *,
+    as_json: bool,
 ) -> int:
     """Measure and print. Returns the exit status."""
-    rows = [_row(load, samples) for load, samples in measure(sizes, items, transport, repeat, device).items()]
+    measured = measure(sizes, items, transport, repeat, device, landing)
+    rows = [_row(load, samples) for load, samples in measured.items()]
     kinds = [kind for kind in _KINDS if device or kind != "device"]
     if as_json:
         keys = ("bytes", "items", *(f"{kind}_us" for kind in kinds), "fetch_over_raw")
         result = {"transport": transport, "rows": [{key: row[key] for key in keys} for row in rows]}
-        print(json.dumps({**result, "device": device} if device else result))
+        print(json.dumps({**result, "device": device, "landing": landing} if device else result))
         return 0
-    print(f"fetch over {transport}, microseconds p50 (p90), {repeat} rounds")
+    where = ", landing on the device" if landing == "device" else ""
+    print(f"fetch over {transport}{where}, microseconds p50 (p90), {repeat} rounds")
     columns = " ".join(f"{_KINDS[kind].format(device=device):>18}" for kind in kinds)
     print(f"{'bytes':>10} {'items':>5} {columns} {'fetch/raw':>9}")
     for row in rows:
@@ -93,7 +105,12 @@ def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure(
-    sizes: list[int], items: list[int], transport: str, repeat: int, device: str | None = None
+    sizes: list[int],
+    items: list[int],
+    transport: str,
+    repeat: int,
+    device: str | None = None,
+    landing: str = "host",
 ) -> dict[Load, dict[str, list[float]]]:
     """Seconds of every measurement: {load: {kind: [...]}}. Sizes are rounded so that each item has whole rows. Of the
     kind 'device' there are none without one."""
@@ -109,6 +126,8 @@ def measure(
         "share_fetched": False,
         "max_local_cpu_size": f"{max(256 << 20, 6 * sum(load.nbytes for load in loads))}B",
         "slab_size": max(64 << 20, 2 * max(sizes)),
+        "landing": landing,
+        "landing_size": 2 * max(sizes) + (1 << 20),
         "read_timeout_s": 10.0,
         "log_level": "WARNING",
     }
@@ -140,7 +159,9 @@ def _measure_with_reader(
     try:
         identities = [identity for loads in wholes.items() for load in loads for identity in load.identities]
         _turn_until(node, lambda: all(node.sources.holders(identity) for identity in identities))
-        _turn_until(node, lambda: node.peers_ready == 1)
+        _turn_until(node, lambda: node.gauge("peers_ready") == 1)
+        if config.landing == "device":
+            _turn_until(node, lambda: node.gauge("landers") == 1)
         results: dict[Load, dict[str, list[float]]] = {load: {kind: [] for kind in _KINDS} for load in wholes}
         for load, whole in wholes.items():
             landing = node.backend.reserve(load.nbytes)
@@ -209,18 +230,26 @@ def _turn_until(node: Any, condition: Any) -> None:
 
 def _client_main(config: Config, pipe: multiprocessing.connection.Connection, device: str | None) -> None:
     """The client's process: one want per request, timed from the call to the answer, and to the device."""
-    with NodeClient(config, "tool", "bench") as client:
+    from ec_p2p.node.device import device_for
+    from ec_p2p.node.lander import Lander
+
+    with NodeClient(config, "tool", "bench") as client, contextlib.ExitStack() as resources:
         if not client.attach(_PATIENCE_S):
             raise SystemExit("cannot attach to the reader")
+        lander = None
+        if device and config.landing == "device":
+            lander = Lander(config, "bench", 0, device_for(device), _give_up)
+            resources.callback(lander.close)
         while (load := pipe.recv()) is not None:
             items = [WantItem(identity, 0) for identity in load.identities]
             started = time.perf_counter()
-            client.want(items, readers=0, wait_s=_PATIENCE_S, expect_s=0.0)
+            readers = 0 if lander is None else 1
+            client.want(items, readers=readers, wait_s=_PATIENCE_S, expect_s=0.0, landing=config.landing)
             answers = _answers(client, len(items))
             seen = {"client": time.perf_counter() - started}
             landed = [answer for answer in answers if isinstance(answer, Landed)]
             if device and len(landed) == len(items):
-                _load(client, landed, device)
+                _load(client, lander, landed, device)
                 seen["device"] = time.perf_counter() - started
             for answer in landed:
                 client.send(Release(answer.lease, -1))
@@ -233,14 +262,19 @@ def _client_main(config: Config, pipe: multiprocessing.connection.Connection, de
             _expect(client, Synced)  # not in the next round's time
 
 
-def _load(client: NodeClient, landed: list[Landed], device: str) -> None:
+def _give_up(where: str, error: Exception) -> None:
+    raise SystemExit(f"{where}: {error}") from error
+
+
+def _load(client: NodeClient, lander: Lander | None, landed: list[Landed], device: str) -> None:
     """A tensor of each on the device, as a worker makes them; and wait for the last."""
     from ec_p2p.node.tensors import Loader, Place
 
     loader = Loader(client)
+    loader.lander = lander
     loaded = [
         loader.load(
-            Place(client.incarnation, at.lease, at.offset, at.nbytes, at.rows, at.dim, at.dtype),
+            Place(client.incarnation, at.lease, at.offset, at.nbytes, at.rows, at.dim, at.dtype, at.read),
             device,
         )
         for at in landed

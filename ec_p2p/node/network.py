@@ -1,4 +1,5 @@
-"""Which addresses a node binds to and is dialled at, and what is said of who can reach them."""
+"""Which addresses a node binds to and is dialled at, what it moves bytes with there, and what is said of who can reach
+them."""
 
 from __future__ import annotations
 
@@ -7,9 +8,15 @@ import logging
 import socket
 from collections.abc import Iterable
 
+import zmq
+
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.directories import host_of
 from ec_p2p.curve import Security, key_text
+from ec_p2p.engine.arena import Arena
+from ec_p2p.transport import open_transport
+from ec_p2p.transport.interconnect import Interconnect
+from ec_p2p.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +30,32 @@ def hosts(config: Config) -> tuple[str, str]:
     if config.bind_host:
         return advertise, config.bind_host
     return advertise, advertise if is_loopback(advertise) else "0.0.0.0"
+
+
+def transport_of(
+    config: Config,
+    incarnation: bytes,
+    arena: Arena,
+    context: zmq.Context[zmq.Socket[bytes]],
+    security: Security | None,
+) -> Transport:
+    """What a node moves bytes with. Raises TransportError."""
+    advertise, bind = hosts(config)
+    transport = open_transport(
+        config.transport,
+        incarnation.hex(),
+        arena.base,
+        arena.nbytes,
+        context=context,
+        bind_host=bind,
+        advertise_host=advertise,
+        security=security,
+        interconnect=Interconnect.of(config),
+    )
+    if security and transport.kind == "nixl":
+        level = logging.WARNING if config.require_encryption else logging.INFO
+        logger.log(level, "what NIXL moves between hosts is not encrypted; with transport zmq it is")
+    return transport
 
 
 def is_loopback(host: str) -> bool:

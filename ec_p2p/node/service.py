@@ -49,7 +49,6 @@ from ec_p2p.node.stage_requests import StageRequests
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.status import Status
 from ec_p2p.node.wants import Wants
-from ec_p2p.transport import Interconnect, open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -113,21 +112,8 @@ class Node:
         resources.callback(self.storage.close, _DRAIN_S)
         self.arena, self.backend = self.storage.arena, self.storage.cpu
         self._memory = Memory(self.backend)
-        self.transport = open_transport(
-            config.transport,
-            self.incarnation.hex(),
-            self.arena.base,
-            self.arena.nbytes,
-            context=self._context,
-            bind_host=bind,
-            advertise_host=advertise,
-            security=security,
-            interconnect=Interconnect.of(config),
-        )
+        self.transport = network.transport_of(config, self.incarnation, self.arena, self._context, security)
         resources.callback(self.transport.close)
-        if security and self.transport.kind == "nixl":
-            level = logging.WARNING if config.require_encryption else logging.INFO
-            logger.log(level, "what NIXL moves between hosts is not encrypted; with transport zmq it is")
         self._registration = Registration(self.transport, self.incarnation, self.counters)
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.
         self.backend.release(self.backend.reserve(1))
@@ -334,10 +320,9 @@ class Node:
             logger.info("node %s leaves", self.config.name)
             self._resources.close()
 
-    @property
-    def peers_ready(self) -> int:
-        """How many peers' cards have been taken in."""
-        return self._peers.ready_count()
+    def gauge(self, name: str) -> float:
+        """As /metrics has it, of those without labels."""
+        return self._status.gauges()[name, ()]
 
     # -------------------------------------------------------- the loop's parts
 

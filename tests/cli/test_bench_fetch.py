@@ -5,6 +5,8 @@ import json
 import pytest
 
 from ec_p2p.cli import main
+from ec_p2p.transport import nixl_available
+from tests.cli.commands import run
 
 COMMAND = ["bench", "fetch", "--transport", "zmq", "--sizes", "64KiB,256KiB", "--items", "1,4", "--repeat", "3"]
 LOADS = [(size << 10, items) for size in (64, 256) for items in (1, 4)]
@@ -32,6 +34,25 @@ def test_the_way_to_a_device_is_measured_too(capfd):
         _, _, _, _, _, _, client_us, _, device_us, _, _, _, _ = row.split()
         # Of each round the device's figure is the client's, and more: so it is of the medians.
         assert float(device_us) >= float(client_us) > 0
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
+def test_landing_on_the_device_is_measured_in_a_process_of_its_own():
+    """UCX wants one agent per process, and this one has others."""
+    done = run("bench", *COMMAND[1:2], *COMMAND[4:], "--device", "cpu", "--landing", "device", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["transport"], result["device"], result["landing"]) == ("nixl", "cpu", "device")
+    assert [(row["bytes"], row["items"]) for row in result["rows"]] == LOADS
+    for row in result["rows"]:
+        assert row["device_us"] >= row["client_us"] >= row["fetch_us"] > 0
+
+
+@pytest.mark.parametrize("options", [["--device", "cpu"], ["--transport", "nixl"]])
+def test_landing_on_the_device_needs_one_and_nixl(capfd, options):
+    assert main([*COMMAND, *options, "--landing", "device"]) == 2
+    assert "--landing=device; accepted: with --device, and with --transport nixl" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu", ""])
