@@ -5,7 +5,7 @@ was added for one holder since the last turn goes out in one READ, the records o
 never hand out memory that a library may still write into, nor know whether what has landed is any good.
 
     (added) --turn, the holder's window and the bound have room--> PAYLOADS --done--> RECORDS --done--> legs arrived
-    (added) --meanwhile the holder is stuck--> every leg broken, its memory handed back
+    (added) --a READ of the same holder is late, the holder is stuck--> every leg broken, its memory handed back
     PAYLOADS, RECORDS --failed, refused--> every leg broken, its memory handed back
     PAYLOADS, RECORDS --late--> every leg broken, its memory QUARANTINED --the library is sure--> (freed)
 
@@ -61,7 +61,7 @@ class _End(Enum):
     FAILED = "disconnected"
     LATE = "late"
     STUCK = "stuck"
-    """It was never posted: the holder hangs."""
+    """It was never posted: the holder hangs, or the bound was reached."""
 
 
 class _Transfer(Generic[Owner]):
@@ -236,17 +236,20 @@ class Transfers(Generic[Owner]):
         if state is State.POSTED:
             if now < transfer.deadline:
                 return None
-            self._detain(_Detained(transfer.peer, transfer.reading, [leg.extent for leg in transfer.legs]), now)
+            self._detain(_Detained(transfer.peer, transfer.reading, [leg.extent for leg in transfer.legs]))
+            self._give_up_behind(transfer.peer, now)
             return _End.LATE
         transfer.reading.release()
         return _End.ARRIVED if state is State.DONE else _End.FAILED
 
-    def _detain(self, held: _Detained, now: float) -> None:
-        if self._settled(held):
-            return
-        self._counters.add("quarantined", len(held.extents))
-        self._quarantine.append(held)
-        for peer in [peer for peer in self._added if self.stuck(peer)]:
+    def _detain(self, held: _Detained) -> None:
+        if not self._settled(held):
+            self._counters.add("quarantined", len(held.extents))
+            self._quarantine.append(held)
+
+    def _give_up_behind(self, late: bytes, now: float) -> None:
+        """What waits behind a late READ would wait as long, and is not to be read from a holder that is stuck now."""
+        for peer in [peer for peer in self._added if peer == late or self.stuck(peer)]:
             transfer = _Transfer(peer, self._added.pop(peer), now, now, of_records=False)
             transfer.end = _End.STUCK
             self._in_flight.append(transfer)

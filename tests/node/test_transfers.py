@@ -146,6 +146,22 @@ def test_a_window_bounds_what_is_in_flight_and_so_what_a_holder_can_detain(bench
     assert not bench.transfers
 
 
+def test_what_waits_behind_a_late_read_does_not_wait_for_its_own_turn_to_be_late(bench):
+    """Also where the transport lets go of the memory at once, so that nobody is stuck."""
+    bench.rig.wire.state = State.POSTED
+    for peer in (ONE, OTHER):
+        for owner in "abc":
+            extent = bench.rig.memory.reserve(4096)
+            whole_window = Span(0, 0, WINDOW_BYTES)
+            bench.transfers.add(peer, Leg((peer, owner), extent, whole_window, Span(0, 0, RECORD_BYTES)))
+        bench.transfers.turn(float(peer == OTHER))
+    bench.transfers.turn(2.0)
+    bench.transfers.turn(2.0)
+    assert bench.endings() == [((ONE, "a"), "late"), ((ONE, "b"), "stuck"), ((ONE, "c"), "stuck")]
+    assert not bench.transfers.stuck(ONE)
+    assert bench.transfers.outstanding(OTHER) == 3 * WINDOW_BYTES
+
+
 def test_what_waits_for_its_window_goes_out_when_there_is_room(bench):
     bench.rig.wire.state = State.POSTED
     for owner in "abc":
