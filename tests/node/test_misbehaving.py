@@ -132,11 +132,10 @@ def wired(wires):
 def test_a_wire_that_is_cut_for_a_while(wired, wires, link, step, cut):
     play = wired(link)
     victim, want = play.victim(step)
-    wires.cut(cut)
-    play.reader_node.go_on()
-    landed = play.what_landed(want, victim.wanted)
-    detained = play.accounts_for_its_memory()
-    wires.mend(cut)
+    with wires.cut(cut):
+        play.reader_node.go_on()
+        landed = play.what_landed(want, victim.wanted)
+        detained = play.accounts_for_its_memory()
     assert victim.shared in landed, "another holder has it"
     if link == SHARED_MEMORY:
         assert (detained, landed) == (0, victim.wanted), "no wire is needed to read it"
@@ -162,14 +161,13 @@ def test_a_wire_that_stays_cut(impatient, wires, cut):
     """What it detains comes back all the same, and nobody stands still while a new connection is tried in vain."""
     play = impatient(TCP)
     victim, want = play.victim(PAYLOADS)
-    wires.cut(cut)
-    play.reader_node.go_on()
-    play.what_landed(want, victim.wanted)
-    assert play.accounts_for_its_memory() > 0
-    until(lambda: play.gauge("quarantined_bytes") == 0, "the kernel to give the connection up")
-    until(lambda: not wires.connections(), "the end of every other")
-    play.reader_is_awake_until_answered(play.want([victim.later]))
-    wires.mend(cut)
+    with wires.cut(cut):
+        play.reader_node.go_on()
+        play.what_landed(want, victim.wanted)
+        assert play.accounts_for_its_memory() > 0
+        until(lambda: play.gauge("quarantined_bytes") == 0, "the kernel to give the connection up")
+        until(lambda: not wires.doubted(), "the end of every other")
+        play.reader_is_awake_until_answered(play.want([victim.later]))
     play.has_landed(victim.later)
     assert victim.node.process.poll() is None
     play.is_whole()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -85,21 +86,26 @@ class Wires:
         """What a command begins with that is to run on that host."""
         return ["ip", "netns", "exec", self._names[host]]
 
+    @contextlib.contextmanager
     def cut(self, how):
-        """Cut a wire in one of the ways above: from now on packets get lost, and nobody is told."""
-        host, orders, _ = self._cuts[how]
-        for words in orders:
+        """Meanwhile a wire is cut in one of the ways above: packets get lost, and nobody is told."""
+        host, cut, mend = self._cuts[how]
+        for words in cut:
             self._ip(host, *words)
+        try:
+            yield
+        finally:
+            for words in mend:
+                self._ip(host, *words)
 
-    def mend(self, how):
-        host, _, orders = self._cuts[how]
-        for words in orders:
-            self._ip(host, *words)
-
-    def connections(self):
-        """Those over the wire `data` that stand, as HERE's kernel has it."""
-        lines = _run(*self.on(HERE), "ss", "-Htn", "state", "established").splitlines()
-        return [line for line in lines if all(address in line for address in self.addresses)]
+    def doubted(self):
+        """Connections over the wire `data` of which one end waits to hear something, and will give them up if it does
+        not. (UCX watches those that it has made, not those that it has accepted.)"""
+        found = []
+        for host in (HERE, THERE):
+            lines = _run(*self.on(host), "ss", "-Htno", "state", "established").splitlines()
+            found += [line for line in lines if "timer:" in line and all(each in line for each in self.addresses)]
+        return found
 
     def close(self):
         for name in self._names:
