@@ -1,4 +1,4 @@
-"""For every test: the examples can be imported, and nothing that a test has started outlives the session."""
+"""For every test: nothing that a test has started outlives the session."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import os
 import re
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "disagg"))
-
 import procfs
+import pytest
 from processes import Failed, until
 
 _MARK = "EC_P2P_TESTS"
