@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason=
 KIB = 1 << 10
 
 
-def land(pipe, config, reader):
+def land(pipe, config, reader, device):
     """A worker's lander, and its loads: sends the bytes of each (incarnation, read) that it is asked for."""
     failures = []
-    lander = Lander(config, "engine", reader, device_for("cpu"), lambda *what: failures.append(repr(what)))
+    lander = Lander(config, "engine", reader, device_for(device), lambda *what: failures.append(repr(what)))
     pipe.send(lander.free_bytes)
     with contextlib.suppress(EOFError):
         while (asked := pipe.recv()) is not None:
@@ -38,7 +38,7 @@ def land(pipe, config, reader):
                 pipe.send((lander.free_bytes, failures))
                 continue
             try:
-                pipe.send(lander.view(*asked).view(torch.uint8).numpy().tobytes())
+                pipe.send(lander.view(*asked).view(torch.uint8).cpu().numpy().tobytes())
             except LookupError as error:
                 pipe.send(str(error))
     lander.close()
@@ -47,9 +47,9 @@ def land(pipe, config, reader):
 class Reader:
     """A lander's process."""
 
-    def __init__(self, node, rank=0):
+    def __init__(self, node, rank=0, device="cpu"):
         config = msgspec.structs.replace(node.config, landing_size=1 << 20)
-        self.process, self._pipe = start_process(land, config, rank)
+        self.process, self._pipe = start_process(land, config, rank, device)
         self.all_free = self._answer()
 
     def ask(self, *question):
@@ -322,8 +322,10 @@ def test_what_a_node_promised_can_be_loaded_when_it_is_gone(fleet, reader_of):
     again = fleet.node("b")
     engine = Engine(fleet, again)
     engine.landers(1)
+    until(lambda: engine.client.inspect().gauges["peers_ready"] == 1, "the holder")
     assert engine.client.node.incarnation != incarnation
     assert reader.ask(incarnation, landed.read) == payload(8)
+    until(lambda: engine.client.inspect().gauges["peers_ready"] == 1, "the holder's card")
     (new,) = engine.want(identity)
     assert reader.ask(engine.client.node.incarnation, new.read) == payload(8)
     engine.release(new)
