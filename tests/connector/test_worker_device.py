@@ -148,17 +148,19 @@ def test_the_keeper_releases_what_an_idle_worker_has_copied(fleet, monkeypatch):
 
 def test_a_worker_leaves_only_when_its_device_is_done(host):
     host.tool.store(A, TENSOR.numpy().tobytes(), dim=32)
-    host.load(A)
     host.save(B, "b")
+    host.load(A)
     closing = threading.Thread(target=host.side.close)
     closing.start()
+    assert host.scheduler.want(B, readers=0, local_only=True)[0].reason == "no_source"
+    host.device.work(1)
+    assert host.scheduler.expect(Saved).identity == B
+    host.tool.sync()
     assert host.leases() == 1
     assert not host.workers_gone()
-    assert host.scheduler.want(B, readers=0, local_only=True)[0].reason == "no_source"
     host.device.work()
     closing.join()
     until(host.workers_gone, "the worker to leave")
-    assert host.scheduler.expect(Saved).identity == B
     assert host.leases() == 0
 
 

@@ -121,10 +121,12 @@ def test_a_save_is_over_when_the_device_has_made_it(arena, cuda, tensor, dtype):
 def test_a_save_sees_what_was_enqueued_before_it_and_does_not_hold_up_what_comes_after(arena, cuda):
     tensor = on_gpu(torch.zeros(4, 4))
     after = []
-    with cuda.stream(cuda.Stream(0)) as _, cuda.device(0):
+    with cuda.stream(cuda.Stream(0)):
         cuda.enqueue(lambda: tensor.as_subclass(torch.Tensor).add_(7))
         mark = device_for("cuda:0").copy_in(arena, 0, tensor)
         cuda.enqueue(lambda: after.append("the model goes on"))
+        cuda.streams[-1].work()  # the side stream, which has to wait
+        assert not mark.passed()
         cuda.current_stream().work()
     assert after
     assert not mark.passed()
