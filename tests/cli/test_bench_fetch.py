@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ec_p2p.cli import main
+from ec_p2p.cli import bench_fetch, main
 from ec_p2p.transport import nixl_available
 from tests.cli.commands import run
 
@@ -59,3 +59,12 @@ def test_landing_on_the_device_needs_one_and_nixl(capfd, options):
 def test_a_device_that_cannot_be_had_is_named(capfd, device):
     assert main([*COMMAND, "--device", device]) == 2
     assert f"--device={device!r}; accepted: cpu, cuda or cuda:N" in capfd.readouterr().err
+
+
+def test_programs_are_told_of_the_device(capsys, monkeypatch):
+    samples = {"raw": [1e-6], "fetch": [2e-6], "client": [3e-6], "device": [5e-6], "memcpy": [1e-6]}
+    monkeypatch.setattr(bench_fetch, "measure", lambda *_: {bench_fetch.Load(2048, 1): samples})
+    assert bench_fetch.run([2048], [1], "nixl", 1, "cuda:0", as_json=True) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["device"] == "cuda:0"
+    assert result["rows"][0]["device_us"] == 5.0
