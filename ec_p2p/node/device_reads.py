@@ -4,26 +4,40 @@ Owns which entries are, or are about to be, in the device memory of an instance'
 the peers. It must never decide who is promised what: that is the wants' part, to whom every READ ends once.
 
     (none) --bring: every reader has a lander, the holder's arena can be read--> READING
-    READING --all have landed--> LANDED, --one has not, is gone, or late--> (failed)
+    READING --all have landed--> LANDED, --one has not, is gone, replaced, or silent--> (failed)
     LANDED --the last pin is closed--> (gone)
+    LANDED --the landers of the readers are others by now--> as before for those who have pinned it, for nobody else
 
 Whatever fails here is fetched into the arena instead: a device's memory is not waited for.
+
+What a lander says is believed of its own device only. A READ that fails there may fail for reasons of that device's
+network, so other instances go on reading from the holder.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
-from ec_p2p.engine.generation import RECORD_BYTES
+from ec_p2p.engine.generation import RECORD_BYTES, check
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Holder
-from ec_p2p.node.messages import DropEntry, PeerCard, PeerGone, ReadEnded, ReadEntry, ToLander
+from ec_p2p.node.messages import READ_REASONS, DropEntry, PeerCard, PeerGone, ReadEnded, ReadEntry, ToLander
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.sessions import Session, Sessions
+
+_AVOID_S = 10.0
+"""A device that cannot read from a holder is not made to try again for so long."""
+_OF_THE_HOLDER = ("late", "disconnected")
+"""Reasons for which whoever fetches the entry instead should rather ask another holder."""
+_NOT_AGAIN = (*_OF_THE_HOLDER, "refused", "stuck", "error")
+"""Reasons that the next READ of this holder would meet again."""
+
+Readers = tuple[Session, ...]
+"""The landers of the readers of one instance, by rank."""
 
 
 class DeviceRead:
@@ -35,11 +49,11 @@ class DeviceRead:
         "identity",
         "instance",
         "landers",
+        "owing",
         "pins",
         "read",
         "source",
         "started_at",
-        "unread",
     )
 
     def __init__(
@@ -48,7 +62,7 @@ class DeviceRead:
         instance: str,
         identity: bytes,
         holder: Holder,
-        landers: Sequence[Session],
+        landers: Readers,
         now: float,
         deadline: float,
     ) -> None:
@@ -58,15 +72,19 @@ class DeviceRead:
         self.source: NodeInfo = holder[0]
         self.advert: Advert = holder[1]
         self.landers = landers
-        self.unread = {lander.sid for lander in landers}
+        self.owing = set(landers)
         """Whose answer is still to come."""
         self.started_at = now
         self.deadline = deadline
         self.pins = 0
 
     @property
+    def readers(self) -> int:
+        return len(self.landers)
+
+    @property
     def landed(self) -> bool:
-        return not self.unread
+        return not self.owing
 
 
 class _Pin:
@@ -107,22 +125,22 @@ class DeviceReads:
         self._read_timeout_s = read_timeout_s
         self._on_landed = on_landed
         self._on_failed = on_failed
-        self._reads: dict[tuple[str, bytes], DeviceRead] = {}
+        self._reads: dict[tuple[bytes, Readers], DeviceRead] = {}
+        """By identity, and by who has read it: no other reader can load it."""
         self._by_number: dict[int, DeviceRead] = {}
         self._numbers = itertools.count(1)
+        self._avoid: dict[tuple[str, bytes | None], float] = {}
+        """(instance, holder, or None for all of them) -> until when nothing is read there."""
+        self._heard_at: dict[Session, float] = {}
         self._told: dict[tuple[Session, bytes], int] = {}
         """(lander, peer) -> revision of the card that it was given."""
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def __contains__(self, key: tuple[str, bytes]) -> bool:
-        """Whether (instance, identity) is in the instance's devices, or on its way there."""
-        return key in self._reads
-
-    def landed(self, instance: str, identity: bytes) -> DeviceRead | None:
-        read = self._reads.get((instance, identity))
-        return read if read is not None and read.landed else None
+    def find(self, instance: str, readers: int, identity: bytes) -> DeviceRead | None:
+        """What has landed, or is on its way, for exactly those who are the readers of the instance now."""
+        return self._reads.get((identity, self._landers(instance, readers))) if self._reads else None
 
     def pin(self, read: DeviceRead) -> _Pin:
         return _Pin(read, self._unpinned)
@@ -130,32 +148,44 @@ class DeviceReads:
     def bring(
         self, instance: str, readers: int, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float
     ) -> bool:
-        """Have every reader of the instance READ the entry. False where that cannot be done now."""
-        landers = self._sessions.landers_of(instance)
-        if not readers or not all(rank in landers for rank in range(readers)):
+        """Have every reader of the instance READ the entry, which `find` does not find. False where that cannot be done
+        now."""
+        landers = self._landers(instance, readers)
+        if not landers or (instance, None) in self._avoid:
             return False
         for holder in holders:
             peer = self._readable(holder)
-            if peer is not None:
-                # A lander gives up on a READ by itself; this is for one that does not answer.
-                deadline = min(give_up_at, now + 2 * self._read_timeout_s)
-                ours = [landers[rank] for rank in range(readers)]
-                read = DeviceRead(next(self._numbers), instance, identity, holder, ours, now, deadline)
+            if peer is not None and (instance, holder[0].incarnation) not in self._avoid:
+                # A lander gives up on a READ by itself; this is for one that does not answer. What is left of the
+                # time is for the arena.
+                deadline = now + min(2 * self._read_timeout_s, (give_up_at - now) / 2)
+                read = DeviceRead(next(self._numbers), instance, identity, holder, landers, now, deadline)
                 self._start(read, peer)
                 return True
         return False
 
     def answered(self, session: Session, message: ReadEnded, now: float) -> None:
         """A lander says how its READ has ended."""
+        if session.attach.kind == "lander":
+            self._heard_at[session] = now
         read = self._by_number.get(message.read)
-        if read is None or session.sid not in read.unread:
+        if read is None or session not in read.owing:
             return  # dropped meanwhile
         if message.reason:
-            self._fail(read, message.reason)
+            reason = message.reason if message.reason in READ_REASONS else "error"
+            if reason in _NOT_AGAIN:
+                self._avoid[read.instance, read.source.incarnation] = now + _AVOID_S
+            if reason in _OF_THE_HOLDER:
+                self._rates.failed(read.source.incarnation)
+            self._fail(read, reason)
             return
-        read.unread.discard(session.sid)
+        read.owing.discard(session)
         self._counters.add("device_read_bytes", read.advert.nbytes)
-        if read.landed:
+        if not read.landed:
+            return
+        if read.landers != self._landers(read.instance, read.readers):
+            self._fail(read, "gone")
+        else:
             self._counters.add("device_reads", outcome="landed")
             self._rates.observe(read.source.incarnation, read.advert.nbytes, read.started_at)
             with closing(self.pin(read)):
@@ -168,21 +198,31 @@ class DeviceReads:
             self._sessions.send(lander, PeerGone(peer))
 
     def lander_gone(self, session: Session) -> None:
+        self._heard_at.pop(session, None)
         for key in [key for key in self._told if key[0] is session]:
             del self._told[key]
         for read in list(self._reads.values()):
-            if session.sid in read.unread:
+            if session in read.landers and not read.landed:
                 self._fail(read, "gone")
 
     def tick(self, now: float) -> None:
+        for key in [key for key, until in self._avoid.items() if now >= until]:
+            del self._avoid[key]
         for read in list(self._reads.values()):
             if now >= read.deadline and not read.landed:
-                self._fail(read, "late")
+                silent = any(self._heard_at.get(lander, float("-inf")) < read.started_at for lander in read.owing)
+                self._avoid[read.instance, None if silent else read.source.incarnation] = now + _AVOID_S
+                self._fail(read, "silent" if silent else "late")
 
     def deadlines(self) -> Iterable[float]:
         return (read.deadline for read in self._reads.values() if not read.landed)
 
     # -------------------------------------------------------- inside
+
+    def _landers(self, instance: str, readers: int) -> Readers:
+        """Empty unless every reader has one."""
+        landers = self._sessions.landers_of(instance)
+        return tuple(landers[rank] for rank in range(readers)) if all(map(landers.__contains__, range(readers))) else ()
 
     def _readable(self, holder: Holder) -> Peer | None:
         info, advert = holder
@@ -194,12 +234,13 @@ class DeviceReads:
             and peer.covers(advert.offset, advert.nbytes)
             and peer.covers(advert.record, RECORD_BYTES)
             and not self._rates.distrusted(info.incarnation)
+            and _consistent(advert)
         ):
             return peer
         return None
 
     def _start(self, read: DeviceRead, peer: Peer) -> None:
-        self._reads[read.instance, read.identity] = read
+        self._reads[read.identity, read.landers] = read
         self._by_number[read.read] = read
         advert = read.advert
         order = ReadEntry(
@@ -223,8 +264,6 @@ class DeviceReads:
 
     def _fail(self, read: DeviceRead, why: str) -> None:
         self._counters.add("device_reads", outcome=why)
-        if why not in ("no_memory", "gone"):
-            self._rates.failed(read.source.incarnation)
         self._forget(read)
         self._on_failed(read.instance, read.identity)
 
@@ -233,8 +272,17 @@ class DeviceReads:
             self._forget(read)
 
     def _forget(self, read: DeviceRead) -> None:
-        del self._reads[read.instance, read.identity]
+        del self._reads[read.identity, read.landers]
         del self._by_number[read.read]
         drop: ToLander = DropEntry(read.read)
         for lander in read.landers:
             self._sessions.send(lander, drop)
+
+
+def _consistent(advert: Advert) -> bool:
+    """Whether a tensor can be made of it: a peer may say anything."""
+    try:
+        check(advert.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype)
+    except ValueError:
+        return False
+    return True

@@ -154,7 +154,18 @@ class ReadEnded(msgspec.Struct, frozen=True, array_like=True, tag="read_ended"):
 
     read: int
     reason: str
-    """Empty: landed. Else 'no_memory', or as an outcome of `fetches_total`: 'changed', 'late', 'refused' ..."""
+    """Empty: landed. Else one of READ_REASONS."""
+
+
+READ_REASONS = (
+    "no_memory",  # the device's landing memory has no room
+    "changed",  # what was read is not the entry
+    "refused",  # the lander is not connected to the holder, or knows too little of its arena
+    "disconnected",
+    "late",  # longer than read_timeout_s
+    "stuck",  # an earlier READ from this holder was late, and may still write
+    "error",  # of the lander
+)
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):

@@ -46,13 +46,14 @@ class AlreadyRunning(Exception):
 class Session:
     """One attached client. `windows` maps window ids to whatever the service keeps for them."""
 
-    __slots__ = ("attach", "fd", "outbox", "pidfd", "sid", "sock", "windows")
+    __slots__ = ("attach", "fd", "outbox", "pid", "pidfd", "sid", "sock", "windows")
 
-    def __init__(self, sid: int, sock: socket.socket, attach: Attach, pidfd: int) -> None:
+    def __init__(self, sid: int, sock: socket.socket, attach: Attach) -> None:
         self.sid = sid
         self.sock = sock
         self.fd = sock.fileno()
-        self.pidfd = pidfd
+        self.pid = _pid(sock)
+        self.pidfd = _pidfd(self.pid)
         """Readable once the process has ended: a child that it forked may keep its socket open. -1: not to be had."""
         self.attach = attach
         self.windows: dict[int, Any] = {}
@@ -108,12 +109,16 @@ class Sessions:
         return sum(s.attach.kind == "lander" for s in list(self._by_fd.values()))
 
     def landers_of(self, instance: str) -> dict[int, Session]:
-        """By rank."""
-        return {
-            s.attach.rank: s
-            for s in self._by_fd.values()
-            if s.attach.kind == "lander" and s.attach.instance == instance
-        }
+        """By rank, each in the process of the worker of that rank, if there is one: what lands elsewhere, this worker
+        cannot load. Who attached last counts, as where an instance starts again beside what is left of it."""
+        landers: dict[int, Session] = {}
+        ours = [session for session in self._by_fd.values() if session.attach.instance == instance]
+        processes = {session.attach.rank: session.pid for session in ours if session.attach.kind == "worker"}
+        for session in ours:
+            rank = session.attach.rank
+            if session.attach.kind == "lander" and processes.get(rank, session.pid) == session.pid:
+                landers[rank] = session
+        return landers
 
     def schedulers_of(self, instance: str) -> list[Session]:
         return [s for s in self._by_fd.values() if s.attach.kind == "scheduler" and s.attach.instance == instance]
@@ -255,7 +260,7 @@ class Sessions:
             logger.warning("a client went away while attaching: %s", error)
             sock.close()
             return
-        session = Session(next(self._ids), sock, attach, _pidfd(sock))
+        session = Session(next(self._ids), sock, attach)
         self._by_fd[session.fd] = session
         if session.pidfd >= 0:
             self._by_pidfd[session.pidfd] = session
@@ -274,8 +279,13 @@ class Sessions:
         self._on_closed(session)
 
 
-def _pidfd(sock: socket.socket) -> int:
+def _pid(sock: socket.socket) -> int:
+    """Of the process that connected; 0 where it has none in this process namespace."""
     (pid,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4))
+    return int(pid)
+
+
+def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:

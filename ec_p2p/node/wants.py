@@ -115,7 +115,7 @@ class Wants:
         begun, self._begun = self._begun, []
         for waiting in begun:
             for index in waiting.open:
-                why = self._why(waiting, waiting.want.items[index].identity)
+                why = self._why(waiting, index)
                 self._send(waiting.session, Pending(waiting.want.want, index, why))
 
     def forget(self, session: Session, want: int) -> None:
@@ -146,9 +146,10 @@ class Wants:
             self._retire(waiting)
 
     def landed_on_device(self, read: DeviceRead) -> None:
-        """The readers of an instance have the entry. Whoever of it waited for that gets a lease."""
+        """The readers of an instance have the entry. Whoever of it waited for that gets a lease: not a want with more
+        readers, for they would not find it, nor with fewer, which has a READ of its own."""
         for waiting, index in self._waiters(read.identity, read.instance):
-            if index not in waiting.off_device:
+            if index not in waiting.off_device and waiting.want.readers == read.readers:
                 self._answer_on_device(waiting, index, read, "remote", read.started_at)
                 self._retire(waiting)
 
@@ -237,7 +238,7 @@ class Wants:
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
             return
-        if index not in waiting.off_device and (waiting.instance, item.identity) in self._device_reads:
+        if self._device_read(waiting, index) is not None:
             return
         if self._bring_from_disk(waiting, index, now):
             return
@@ -271,14 +272,20 @@ class Wants:
         identity = waiting.want.items[index].identity
         entry = self._backend.get(identity)
         if entry is None:
-            read = None if index in waiting.off_device else self._device_reads.landed(waiting.instance, identity)
-            if read is None:
+            read = self._device_read(waiting, index)
+            if read is None or not read.landed:
                 return False
             self._answer_on_device(waiting, index, read, "local", None)
             return True
         self._on_used(entry)
         self._answer(waiting, index, entry, "local", None)
         return True
+
+    def _device_read(self, waiting: Waiting, index: int) -> DeviceRead | None:
+        """The READ that the item waits for, or can be answered with."""
+        if index in waiting.off_device:
+            return None
+        return self._device_reads.find(waiting.instance, waiting.want.readers, waiting.want.items[index].identity)
 
     def _bring_from_disk(self, waiting: Waiting, index: int, now: float) -> bool:
         """Whether the item is on its way from this host's disk; once per item, since what was unreadable stays so."""
@@ -305,8 +312,9 @@ class Wants:
             not waiting.want.local_only and self._sources.encoded_elsewhere(identity)
         )
 
-    def _why(self, waiting: Waiting, identity: bytes) -> str:
-        if identity in self._fetches or (waiting.instance, identity) in self._device_reads:
+    def _why(self, waiting: Waiting, index: int) -> str:
+        identity = waiting.want.items[index].identity
+        if identity in self._fetches or self._device_read(waiting, index) is not None:
             return "fetching"
         if identity in self._staging or self._staging.looking(identity):
             return "staging"

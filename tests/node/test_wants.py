@@ -23,10 +23,7 @@ from .played import A, B, Rig, advert, holder
 class NoDevices:
     """The device reads of a host without landers."""
 
-    def __contains__(self, key):
-        return False
-
-    def landed(self, instance, identity):
+    def find(self, instance, readers, identity):
         return None
 
     def bring(self, *asked):
