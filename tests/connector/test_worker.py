@@ -49,6 +49,7 @@ class Client:
 class Loader:
     def __init__(self):
         self.error = None
+        self.lander = None
 
     def load(self, place, device):
         if self.error:
