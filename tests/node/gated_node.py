@@ -13,14 +13,14 @@ from ec_p2p.config import make_config
 from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.node.service import Node
 
-UP, CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, ASKED = GATES = (
+UP, CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, STAGE = GATES = (
     "named, not dialled yet",
     "card had, not connected to yet",
     "payloads about to be read",
     "payloads being read",
     "payloads read, records about to be",
     "records being read",
-    "asked to stage",
+    "about to be asked to stage",
 )
 """How far the reader has come with a peer."""
 
@@ -62,9 +62,8 @@ def put_gates(node, gate):
         return reading
 
     def gated_stage(peer, identity):
-        asked = stage(peer, identity)
-        gate.at(ASKED, peer.key)
-        return asked
+        gate.at(STAGE, peer.key)
+        return stage(peer, identity)
 
     peers.up, transport.connect, transport.read, peers.stage = gated_up, gated_connect, gated_read, gated_stage
 

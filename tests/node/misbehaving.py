@@ -15,7 +15,7 @@ from ec_p2p.node.messages import CloseWindow, Landed, Missing, WantItem
 from ec_p2p.node.spawn import node_command
 
 from .conftest import PATIENCE_S, Fleet, RunningNode, until
-from .gated_node import ASKED, CARD, UP
+from .gated_node import CARD, STAGE, UP
 from .wires import HERE, THERE
 
 MIB = 1 << 20
@@ -149,23 +149,27 @@ class Play(Fleet):
     def _spawn(self, command, *descriptors):
         return subprocess.Popen(command, env=self._environment, pass_fds=descriptors, cwd=_ROOT)
 
+    @contextlib.contextmanager
     def victim(self, gate):
-        """A victim with which the reader has come to `gate`, wanting all that is `wanted`; and that want."""
+        """Gives a victim with which the reader has come to `gate`, wanting all that is `wanted`; and that want."""
         name = f"victim{len(self.nodes)}"
         met_before = gate not in (UP, CARD)
         if not met_before:
             self.reader_node.stop_at(gate)
-        on_disk = {"local_disk": f"{self._folder}/{name}-disk"} if gate == ASKED else {}
+        on_disk = {"local_disk": f"{self._folder}/{name}-disk"} if gate == STAGE else {}
         node = self.start(name, THERE, **on_disk)
-        victim = Victim(self, node, self.client(node))
-        if on_disk:
-            victim.leave_on_disk_only()
-        if met_before:
-            self.has_landed(victim.first)
-            self.reader_node.stop_at(gate, victim.incarnation)
-        want = self.want(victim.wanted)
-        self.reader_node.await_stop()
-        return victim, want
+        try:
+            victim = Victim(self, node, self.client(node))
+            if on_disk:
+                victim.leave_on_disk_only()
+            if met_before:
+                self.has_landed(victim.first)
+                self.reader_node.stop_at(gate, victim.incarnation)
+            want = self.want(victim.wanted)
+            self.reader_node.await_stop()
+            yield victim, want
+        finally:
+            node.kill()
 
     def gauge(self, name):
         return self.reader.inspect().gauges[name]

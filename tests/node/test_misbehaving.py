@@ -14,12 +14,12 @@ from ec_p2p.node.messages import WantItem
 from ec_p2p.transport import nixl_available
 
 from .conftest import until
-from .gated_node import ASKED, CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, UP
+from .gated_node import CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, STAGE, UP
 from .misbehaving import IMPATIENT, SHARED_MEMORY, TCP, ZMQ, kept_open, payload_of
 from .wires import EVERYTHING, HOLDER_DROPS, HOLDER_LOST_ROUTE, LINK_DOWN, READER_DROPS, Wires, why_no_wires
 
 KILLED, RESUMED, FROZEN_THEN_KILLED = WAYS = "killed", "frozen, then resumed", "frozen, then killed"
-STEPS = (UP, CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, ASKED)
+STEPS = (UP, CARD, PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED, STAGE)
 
 
 def over(link, *values):
@@ -46,32 +46,33 @@ def plays():
 )
 def test_a_holder_that_is_killed_or_frozen(plays, link, step, way):
     play = plays(link)
-    victim, want = play.victim(step)
-    if way == KILLED:
-        victim.node.kill()
-    else:
-        victim.freeze()
-    play.reader_node.go_on()
-    landed = play.what_landed(want, victim.wanted)
-    assert victim.shared in landed, "another holder has it"
-    detained = play.accounts_for_its_memory()
-    if way == KILLED or link == ZMQ:
-        assert detained == 0
-    elif link == TCP:
-        assert (detained > 0) is (step not in (UP, ASKED)), "where a READ was on its way to a process that stands still"
-    elif step in (PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED):
-        assert (detained, landed) == (0, victim.wanted), "its memory can be read although it stands still"
-    if way == RESUMED:
-        victim.node.thaw()
-        play.has_landed(victim.later)
-        assert victim.node.process.poll() is None
-    else:
-        victim.node.kill()
-    play.is_whole()
-    next_one = os.urandom(32)
-    play.steady.store(next_one, payload_of(next_one))
-    play.has_landed(next_one)
-    victim.node.kill()
+    with play.victim(step) as (victim, want):
+        if way == KILLED:
+            victim.node.kill()
+        else:
+            victim.freeze()
+        play.reader_node.go_on()
+        landed = play.what_landed(want, victim.wanted)
+        assert victim.shared in landed, "another holder has it"
+        detained = play.accounts_for_its_memory()
+        if way == KILLED or link == ZMQ:
+            assert detained == 0
+        elif link == TCP:
+            assert (detained > 0) is (step not in (UP, STAGE)), (
+                "where a READ was on its way to a process that stands still"
+            )
+        elif step in (PAYLOADS, PAYLOADS_POSTED, RECORDS, RECORDS_POSTED):
+            assert (detained, landed) == (0, victim.wanted), "its memory can be read although it stands still"
+        if way == RESUMED:
+            victim.node.thaw()
+            play.has_landed(victim.later)
+            assert victim.node.process.poll() is None
+        else:
+            victim.node.kill()
+        play.is_whole()
+        next_one = os.urandom(32)
+        play.steady.store(next_one, payload_of(next_one))
+        play.has_landed(next_one)
 
 
 @pytest.mark.parametrize("step", [PAYLOADS_POSTED, RECORDS_POSTED])
@@ -126,25 +127,24 @@ def wired(wires):
         over(ZMQ, UP, HOLDER_LOST_ROUTE),
         over(ZMQ, PAYLOADS_POSTED, READER_DROPS),
         over(ZMQ, RECORDS, LINK_DOWN),
-        over(ZMQ, ASKED, HOLDER_DROPS),
+        over(ZMQ, STAGE, HOLDER_DROPS),
     ],
 )
 def test_a_wire_that_is_cut_for_a_while(wired, wires, link, step, cut):
     play = wired(link)
-    victim, want = play.victim(step)
-    with wires.cut(cut):
-        play.reader_node.go_on()
-        landed = play.what_landed(want, victim.wanted)
-        detained = play.accounts_for_its_memory()
-    assert victim.shared in landed, "another holder has it"
-    if link == SHARED_MEMORY:
-        assert (detained, landed) == (0, victim.wanted), "no wire is needed to read it"
-    else:
-        assert (detained > 0) is (link == TCP)
-    play.has_landed(victim.later)
-    assert victim.node.process.poll() is None
-    play.is_whole()
-    victim.node.kill()
+    with play.victim(step) as (victim, want):
+        with wires.cut(cut):
+            play.reader_node.go_on()
+            landed = play.what_landed(want, victim.wanted)
+            detained = play.accounts_for_its_memory()
+        assert victim.shared in landed, "another holder has it"
+        if link == SHARED_MEMORY:
+            assert (detained, landed) == (0, victim.wanted), "no wire is needed to read it"
+        else:
+            assert (detained > 0) is (link == TCP)
+        play.has_landed(victim.later)
+        assert victim.node.process.poll() is None
+        play.is_whole()
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +160,14 @@ def impatient(wires):
 def test_a_wire_that_stays_cut(impatient, wires, cut):
     """What it detains comes back all the same, and nobody stands still while a new connection is tried in vain."""
     play = impatient(TCP)
-    victim, want = play.victim(PAYLOADS)
-    with wires.cut(cut):
-        play.reader_node.go_on()
-        play.what_landed(want, victim.wanted)
-        assert play.accounts_for_its_memory() > 0
-        until(lambda: play.gauge("quarantined_bytes") == 0, "the kernel to give the connection up")
-        until(lambda: not wires.doubted(), "the end of every other")
-        play.reader_is_awake_until_answered(play.want([victim.later]))
-    play.has_landed(victim.later)
-    assert victim.node.process.poll() is None
-    play.is_whole()
-    victim.node.kill()
+    with play.victim(PAYLOADS) as (victim, want):
+        with wires.cut(cut):
+            play.reader_node.go_on()
+            play.what_landed(want, victim.wanted)
+            assert play.accounts_for_its_memory() > 0
+            until(lambda: play.gauge("quarantined_bytes") == 0, "the kernel to give the connection up")
+            until(lambda: not wires.doubted(), "the end of every other")
+            play.reader_is_awake_until_answered(play.want([victim.later]))
+        play.has_landed(victim.later)
+        assert victim.node.process.poll() is None
+        play.is_whole()
