@@ -29,7 +29,6 @@ CARD_VERSION = 1
 
 _PROGRESS_DELAY_US = 100_000
 """The library's thread sleeps until something happens, but looks for itself this often."""
-_RECONNECT_S = 1.0
 _CLOSE_S = 1.0
 _GREETING_BYTES = 64
 
@@ -293,10 +292,8 @@ class NixlTransport:
         self._greetings[-1].poll()
 
     def _reconnect(self, peer: Peer) -> None:
-        now = time.monotonic()
-        if peer.in_flight or now < peer.reconnect_at:
+        if not peer.may_reconnect(time.monotonic()):
             raise TransportError(f"the connection to {peer.name} is broken")
-        peer.reconnect_at = now + _RECONNECT_S
         self._agent.drop(peer.name)
         self._load(peer)
 

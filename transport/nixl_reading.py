@@ -20,6 +20,9 @@ PIECE_BYTES = 8 << 20
 """Through shared memory, the call that posts a READ also does the copying. Long READs go out in pieces of this size,
 one per poll, so that the caller's loop gets its turn in between."""
 
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 16.0
+
 Stretches = list[tuple[int, int, int]]
 """(address, bytes, device) of each stretch of memory."""
 
@@ -72,7 +75,8 @@ class Peer:
         self.broken = False
         """A READ failed: the library will not use this connection again."""
         self.forgotten = False
-        self.reconnect_at = 0.0
+        self._reconnect_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
         self._agent = agent
 
     @property
@@ -87,7 +91,10 @@ class Peer:
         except Exception:
             self.broken = True
             raise
-        self.in_flight += handle is not None
+        if handle is None:
+            self._pause_s = _FIRST_PAUSE_S
+        else:
+            self.in_flight += 1
         return handle
 
     def ended(self, handle: int) -> bool:
@@ -98,8 +105,19 @@ class Peer:
             self.broken = True
             self.in_flight -= 1
             raise
-        self.in_flight -= done
+        if done:
+            self._pause_s = _FIRST_PAUSE_S
+            self.in_flight -= 1
         return done
+
+    def may_reconnect(self, now: float) -> bool:
+        """Whether the broken connection may be made anew, which True begins. Until a READ works again, the pauses in
+        between grow: each attempt that fails at once costs the process a descriptor, which UCX does not give back."""
+        if self.in_flight or now < self._reconnect_at:
+            return False
+        self._reconnect_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
 
 
 class NixlReading:

@@ -51,7 +51,7 @@ class PeerState(Enum):
 class Peer:
     """One other node's incarnation."""
 
-    __slots__ = ("asked_at", "blob", "info", "key", "line", "registered", "revision", "socket", "state")
+    __slots__ = ("asked_at", "blob", "complained", "info", "key", "line", "registered", "revision", "socket", "state")
 
     def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes], line: Line) -> None:
         self.info = info
@@ -64,6 +64,8 @@ class Peer:
         self.registered = 0
         self.blob = b""
         """Its transport's card."""
+        self.complained = False
+        """Of not getting on with it, since that was last possible."""
 
     def covers(self, offset: int, nbytes: int) -> bool:
         return offset + nbytes <= self.registered
@@ -228,7 +230,7 @@ class Peers:
             elif isinstance(answer, StageAnswer):
                 self._on_staged(peer.info.incarnation, answer)
             else:
-                logger.warning("node %s refused: %s", peer.info.name, answer.reason)
+                self._complain(peer, f"node {peer.info.name} refused: {answer.reason}")
 
     def _take_in(self, peer: Peer, card: Card) -> None:
         if card.version != PROTOCOL_VERSION or card.incarnation != peer.info.incarnation:
@@ -247,8 +249,14 @@ class Peers:
         try:
             self._transport.connect(peer.key, card.blob)
         except TransportError as error:
-            logger.warning("cannot connect to node %s: %s", peer.info.name, error)
+            self._complain(peer, f"cannot connect to node {peer.info.name}: {error}")
             return
+        peer.complained = False
         peer.revision, peer.registered, peer.blob = card.revision, card.registered, card.blob
         peer.state = PeerState.READY
         self._on_ready(peer)
+
+    def _complain(self, peer: Peer, of: str) -> None:
+        """Once: the peer is asked again every second."""
+        logger.log(logging.DEBUG if peer.complained else logging.WARNING, "%s", of)
+        peer.complained = True

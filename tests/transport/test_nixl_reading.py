@@ -116,6 +116,18 @@ def test_a_connection_that_breaks_ends_every_piece():
     assert (peer.in_flight, peer.broken) == (0, True)
 
 
+def test_a_connection_is_made_anew_ever_more_rarely_until_a_read_works():
+    agent, peer, reading = start(True, False)
+    assert [now for now in range(60) if peer.may_reconnect(float(now))] == [0, 1, 3, 7, 15, 31, 47]
+    assert reading.poll() is State.POSTED
+    assert [now for now in range(64, 80) if peer.may_reconnect(float(now))] == [64, 65, 67, 71, 79]
+    assert reading.poll() is State.POSTED
+    assert not peer.may_reconnect(1000.0), "a READ is in flight"
+    agent.over = {1}
+    assert reading.poll() is State.DONE
+    assert [now for now in range(1000, 1010) if peer.may_reconnect(float(now))] == [1000, 1001, 1003, 1007]
+
+
 @pytest.mark.parametrize("ending", ["release", "forget"])
 def test_what_is_not_posted_yet_is_not_posted_after_the_end(ending):
     agent, peer, reading = start(False, True, True)
