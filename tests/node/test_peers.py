@@ -1,0 +1,89 @@
+"""What a node says of the peers that it cannot get on with. The sockets are real, the transport is played."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from ec_p2p.control.messages import PROTOCOL_VERSION, Card, NodeInfo
+from ec_p2p.node.peers import Peers, PeerState
+from ec_p2p.transport.interface import TransportError
+
+from .conftest import until
+
+
+class Transport:
+    """Connects where it is told to."""
+
+    kind = "played"
+
+    def __init__(self):
+        self.reachable = True
+        self.tries = 0
+
+    def connect(self, peer, card):
+        self.tries += 1
+        if not self.reachable:
+            raise TransportError("nothing answers")
+
+    def forget(self, peer):
+        pass
+
+
+@pytest.fixture
+def two():
+    """Peers of two nodes, what the directory says of the holder, and the reader's transport."""
+    with ExitStack() as stack:
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        transport = Transport()
+
+        def peers(incarnation):
+            card = Card(PROTOCOL_VERSION, incarnation, "played", 1, 0, b"")
+            unused = (lambda *_: None,) * 4
+            made = Peers(context, transport, incarnation, "127.0.0.1", 0, lambda: card, *unused)
+            stack.callback(made.close)
+            return made
+
+        incarnation = os.urandom(16)
+        holder = peers(incarnation)
+        info = NodeInfo(incarnation, "holder", f"tcp://127.0.0.1:{holder.port}")
+        yield holder, peers(os.urandom(16)), info, transport
+
+
+def test_a_peer_that_cannot_be_connected_to_is_complained_of_once_each_time(two, caplog):
+    holder, reader, info, transport = two
+    seconds = itertools.count(step=2)
+
+    def tried(times):
+        """Time passes until so many more cards were looked at."""
+        wanted = transport.tries + times
+
+        def looked():
+            reader.tick(float(next(seconds)))
+            for each in (holder, reader):
+                for target in each.poll_targets():
+                    each.on_ready(target)
+            return transport.tries >= wanted
+
+        until(looked, "the holder's card")
+
+    def complaints():
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    transport.reachable = False
+    reader.up(info, float(next(seconds)))
+    tried(3)
+    assert complaints() == ["cannot connect to node holder: nothing answers"]
+    transport.reachable = True
+    tried(1)
+    assert reader.get(info.incarnation).state is PeerState.READY
+    transport.reachable = False
+    reader.ask(reader.get(info.incarnation), float(next(seconds)))
+    tried(3)
+    assert len(complaints()) == 2
