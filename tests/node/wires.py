@@ -56,18 +56,27 @@ class Wires:
     def __init__(self):
         tag = f"ec-p2p-{os.getpid()}-{next(_numbers)}"
         self._names = (f"{tag}-here", f"{tag}-there")
-        for name in self._names:
-            _run("ip", "netns", "add", name)
-            self._ip(self._names.index(name), "link", "set", "lo", "up")
+        with contextlib.ExitStack() as made:
+            for name in self._names:
+                _run("ip", "netns", "add", name)
+                made.callback(_run, "ip", "netns", "del", name)
+            self._connect()
+            self._made = made.pop_all()
+
+    def _connect(self):
         for net, wire in enumerate(("data", "control")):
             here, there = self._names
             _run("ip", "link", "add", wire, "netns", here, "type", "veth", "peer", "name", wire, "netns", there)
             for host in (HERE, THERE):
+                self._ip(host, "link", "set", "lo", "up")
                 self._ip(host, "address", "add", f"10.213.{net}.{host + 1}/24", "dev", wire)
                 self._ip(host, "link", "set", wire, "up")
         for host, wire in itertools.product((HERE, THERE), ("data", "control")):
             until(lambda h=host, w=wire: "state UP" in self._ip(h, "link", "show", w), f"the wire {wire}")
-        self._cuts = {
+
+    def _cut_and_mend(self, how):
+        """On which host, by which orders, and by which it is mended."""
+        return {
             LINK_DOWN: (THERE, [_link("data", "down")], [_link("data", "up")]),
             EVERYTHING: (THERE, *([_link("data", do), _link("control", do)] for do in ("down", "up"))),
             HOLDER_LOST_ROUTE: (
@@ -77,7 +86,7 @@ class Wires:
             ),
             HOLDER_DROPS: (THERE, *([("route", do, "blackhole", self.addresses[HERE])] for do in ("add", "del"))),
             READER_DROPS: (HERE, *([("route", do, "blackhole", self.addresses[THERE])] for do in ("add", "del"))),
-        }
+        }[how]
 
     def _ip(self, host, *words):
         return _run("ip", "-n", self._names[host], *words)
@@ -89,7 +98,7 @@ class Wires:
     @contextlib.contextmanager
     def cut(self, how):
         """Meanwhile a wire is cut in one of the ways above: packets get lost, and nobody is told."""
-        host, cut, mend = self._cuts[how]
+        host, cut, mend = self._cut_and_mend(how)
         for words in cut:
             self._ip(host, *words)
         try:
@@ -108,5 +117,4 @@ class Wires:
         return found
 
     def close(self):
-        for name in self._names:
-            _run("ip", "netns", "del", name)
+        self._made.close()
