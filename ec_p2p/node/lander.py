@@ -8,13 +8,15 @@ gives the leases, and their readers.
     ReadEntry --no room--> (told)
     READING --failed, late, changed--> (told, free)
     READING --DropEntry, the node is gone--> UNWANTED --ended--> (free)
-    LANDED --the node is gone--> ORPHANED --a minute later--> (free)
+    LANDED --the node is gone--> ORPHANED --a minute after attaching to the next--> (free)
 
-What a node has promised can be loaded when it is gone, too; so what has landed is kept for a while.
+What a node has promised can be loaded when it is gone, too; so what has landed is kept for a while. Without a next node
+nobody needs its room.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -44,6 +46,18 @@ from ec_p2p.transport.nixl import NixlTransport
 logger = logging.getLogger(__name__)
 
 _QUARANTINE_SHARE = 4
+_JOIN_S = 10.0
+
+_NEVER = float("inf")
+
+
+def _landing_memory(config: Config, device: Device) -> DevicePool:
+    if not device.kind:
+        raise RuntimeError("landing=device: NIXL has no word for the memory of this worker's device")
+    try:
+        return DevicePool(device, config.landing_size)
+    except RuntimeError as error:
+        raise RuntimeError(f"landing_size={config.landing_size}: the device has no room for it: {error}") from error
 
 
 def _transport(config: Config, device: Device, pool: DevicePool) -> NixlTransport:
@@ -82,14 +96,14 @@ class Landing:
         self.entry = entry
         self.extent = extent
         self.stage = Stage.READING
-        self.until = float("inf")
+        self.until = _NEVER
 
 
 class Lander:
     """Of one reader of one instance, on `device`, of whose memory `landing_size` is taken at once.
 
-    The constructor raises what the device does when it has no such memory, and TransportError where there is no NIXL
-    for it. `view` may be called from any thread."""
+    The constructor raises RuntimeError when the device has no such memory, or none that NIXL knows, and TransportError
+    where there is no NIXL. `view` may be called from any thread."""
 
     def __init__(
         self,
@@ -100,7 +114,7 @@ class Lander:
         on_error: Callable[[str, Exception], None],
     ) -> None:
         self._device = device
-        self._pool = DevicePool(device, config.landing_size)
+        self._pool = _landing_memory(config, device)
         device.mark().wait()
         self._transport = _transport(config, device, self._pool)
         self._client = NodeClient(msgspec.structs.replace(config, spawn_node=False), "lander", instance, reader)
@@ -122,6 +136,10 @@ class Lander:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ec-p2p-lander", daemon=True)
         self._thread.start()
+        # The interpreter ends its daemon threads where they are. One that is within the library then takes the process
+        # down, with a core dump.
+        self._process = os.getpid()
+        atexit.register(self._close_at_exit)
 
     def view(self, incarnation: bytes, read: int) -> torch.Tensor:
         """A (rows, dim) tensor that aliases what has landed: copy it before the lease is released. LookupError where
@@ -138,11 +156,19 @@ class Lander:
 
     def close(self) -> None:
         """Nothing is read any more. Views must not be used after this. Idempotent."""
+        atexit.unregister(self._close_at_exit)
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("the library is still busy after %.0f s: what it may write to stays as it is", _JOIN_S)
+            return
         self._client.close()
         self._transfers.close()
         self._transport.close()
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process:  # a child that it forked has neither the thread nor the library's connections
+            self.close()
 
     # -------------------------------------------------------- the thread
 
@@ -165,7 +191,12 @@ class Lander:
         messages = self._client.poll(0.0 if since else TICK_S)
         # What the next node says comes before the end of the one before it.
         for message in sorted(messages, key=lambda message: not isinstance(message, Detached)):
-            self._hear(message)
+            try:
+                self._hear(message)
+            except Exception as error:  # of this one: nobody will say the others again
+                self._on_error("lander", error)
+                if isinstance(message, ReadEntry):
+                    self._answer(message, "error")
         now = time.monotonic()
         self._transfers.turn(now)
         if now >= self._next_tick:
@@ -178,6 +209,8 @@ class Lander:
         for key, landing in list(self._landings.items()):
             if now >= landing.until:
                 self._free(key)
+            elif landing.stage is Stage.ORPHANED and landing.until == _NEVER and self._client.incarnation:
+                landing.until = now + OLD_ARENA_S
 
     # -------------------------------------------------------- what the node says
 
@@ -231,7 +264,7 @@ class Lander:
             if landing.stage is Stage.READING:
                 self._drop(key)
             else:
-                landing.stage, landing.until = Stage.ORPHANED, time.monotonic() + OLD_ARENA_S
+                landing.stage = Stage.ORPHANED
         for peer in self._peers:
             self._transport.forget(peer.hex())
         self._peers.clear()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +35,7 @@ class ScriptedClient:
 
     def __init__(self, *_):
         self.incarnation = NODE
+        self.next_node = NEXT_NODE
         self._said = []
         self._news = threading.Condition()
         self.answers = []
@@ -45,7 +49,7 @@ class ScriptedClient:
             said, self._said = self._said, []
         for message in said:
             if isinstance(message, Detached):
-                self.incarnation = NEXT_NODE
+                self.incarnation = self.next_node
         return said
 
     def send(self, message):
@@ -174,6 +178,84 @@ def test_what_has_landed_outlives_its_node_for_a_while(holder):
     old, new = in_child(outlive_a_node, holder.name, holder.card)
     assert old == holder.bytes[:NBYTES]
     assert new == holder.bytes[8192 : 8192 + NBYTES]
+
+
+def outlive_a_node_that_has_no_next(name, card):
+    lander_module.OLD_ARENA_S = 0.0
+    with lander_in_this_process() as (lander, client):
+        before = lander.free_bytes
+        client.next_node = b""
+        answers_to(client, PeerCard(bytes.fromhex(name), card), entry(1, name))
+        client.say(Detached(NODE))
+        until(lambda: not client.incarnation)
+        for _ in range(2):
+            tick = lander._next_tick
+            until(lambda tick=tick: lander._next_tick > tick, "a tick")
+        landed = view(lander, NODE, 1)
+        client.incarnation = NEXT_NODE
+        until(lambda: lander.free_bytes == before, "what the old node promised to be let go of")
+        return landed
+
+
+def test_what_has_landed_stays_until_there_is_a_next_node(holder):
+    assert in_child(outlive_a_node_that_has_no_next, holder.name, holder.card) == holder.bytes[:NBYTES]
+
+
+def fail_over_one_message(name, card):
+    lander_module.NodeClient = ScriptedClient
+    failures = []
+    config = make_config({"landing_size": "1MiB", "ec_ip": "127.0.0.1"})
+    lander = lander_module.Lander(config, "engine", 0, device_for("cpu"), lambda *what: failures.append(repr(what)))
+    before = lander.free_bytes
+    answers_to(lander._client, PeerCard(bytes.fromhex(name), card), entry(1, name))
+    reserve = lander._pool.reserve
+
+    def fail(nbytes):
+        lander._pool.reserve = reserve
+        raise ValueError("of one message")
+
+    lander._pool.reserve = fail
+    said = answers_to(lander._client, entry(2, name), entry(3, name), DropEntry(1))
+    until(lambda: lander.free_bytes == before - NBYTES, "the entry that was dropped")
+    lander.close()
+    lander.close()
+    return said, failures
+
+
+def test_an_error_over_one_message_loses_none_of_the_others(holder):
+    said, failures = in_child(fail_over_one_message, holder.name, holder.card)
+    assert said == [ReadEnded(2, "error"), ReadEnded(3, "")]
+    assert failures == ["('lander', ValueError('of one message'))"]
+
+
+def end_while_reading(name, card):
+    lander_module.NodeClient = ScriptedClient
+    config = make_config({"landing_size": "1GiB", "ec_ip": "127.0.0.1"})
+    lander = lander_module.Lander(config, "engine", 0, device_for("cpu"), print)
+    answers_to(lander._client, PeerCard(bytes.fromhex(name), card), entry(1, name))
+    if not os.fork():
+        sys.exit(0)  # it has inherited what is to be done at the end, but nothing to do it with
+    _, status = os.wait()
+    for number in range(2, 200):
+        lander._client.say(entry(number, name, nbytes=256 * NBYTES, rows=256 * ROWS))
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_process_that_ends_without_closing_its_lander_ends_well(holder):
+    """As vLLM's do: `in_child` looks at the exit status."""
+    assert in_child(end_while_reading, holder.name, holder.card) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (SimpleNamespace(kind="", index=0), "no word for the memory"),
+        (SimpleNamespace(kind="VRAM", index=0, memory=lambda nbytes: torch.empty(1 << 62)), "landing_size=268435456: "),
+    ],
+)
+def test_a_device_that_cannot_be_landed_on_is_refused_by_what_it_lacks(device, message):
+    with pytest.raises(RuntimeError, match=message):
+        lander_module.Lander(make_config({}), "engine", 0, device, print)
 
 
 def read_from_a_stopped_holder(name, card, pid):
