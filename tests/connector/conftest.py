@@ -107,6 +107,8 @@ class ScriptedNode:
         self.holds = {}
         """identifier -> rows"""
         self.remote = set()
+        self.read = 0
+        """What has landed has done so in the arena, or by the READ of this number."""
         self.slow = set()
         """Identifiers that are answered by Pending, and later by `land`."""
         self.sent = []
@@ -123,13 +125,18 @@ class ScriptedNode:
     def attach(self, timeout_s=0.0):
         return self.there
 
-    def want(self, items, *, readers, wait_s, expect_s, local_only=False):
+    def want(self, items, *, readers, wait_s, expect_s, local_only=False, landing):
         if not self.there:
             return 0
         number = next(self._ids)
         self.wants[number] = list(items)
         self.sent.append(
-            ("want", number, [i.identity for i in items], {"expect_s": expect_s, "local_only": local_only})
+            (
+                "want",
+                number,
+                [i.identity for i in items],
+                {"expect_s": expect_s, "local_only": local_only, "landing": landing},
+            )
         )
         if not self.frozen:
             for index, item in enumerate(items):
@@ -185,7 +192,8 @@ class ScriptedNode:
     def _land(self, number, index, source, rows):
         lease = next(self._lease_ids)
         self.leases[lease] = (number, "held")
-        self.inbox.append(Landed(number, index, lease, 4096 * lease, rows * 8, rows, 4, "bfloat16", source, 0.002))
+        place = (4096 * lease, rows * 8, rows, 4, "bfloat16")
+        self.inbox.append(Landed(number, index, lease, *place, source, 0.002, self.read))
 
     def _asked(self, identifier):
         found = [

@@ -60,7 +60,7 @@ def test_a_producer_announces_and_publishes_what_it_encodes(harness, node):
     step = h.schedule(r)
     assert step.encodes == {"a": identity_of("a")}
     assert node.told("encoding") == [([identity_of("a")],)]
-    assert node.told("want")[0][2] == {"expect_s": 0.0, "local_only": True}
+    assert node.told("want")[0][2] == {"expect_s": 0.0, "local_only": True, "landing": "host"}
     assert h.counted()["local_encodes"] == {"producer": 1}
 
 
@@ -272,6 +272,14 @@ def test_without_media_it_is_expected_even_without_a_hint(harness, node):
     h = harness(expect_s=0.7)
     h.ensure(request(image("a"), only_metadata("b", 10)))
     assert [kind["expect_s"] for *_, kind in node.told("want")] == [0.0, 0.7]
+
+
+def test_what_lands_on_devices_is_asked_for_as_such_and_loaded_from_there(harness, node):
+    node.holds, node.remote, node.read = {"a": 10}, {"a"}, 7
+    h = harness(landing="device")
+    (load,) = h.schedule(request("a")).loads
+    assert [kind["landing"] for *_, kind in node.told("want")] == ["device"]
+    assert load[1].read == 7
 
 
 def test_without_media_vllms_own_cache_is_not_trusted(harness, node):
