@@ -1,0 +1,97 @@
+"""Which lander is told to READ for a reader, where more than one says that it is that reader's.
+
+The node and its sessions are real. The landers only hear: what they would answer is `test_device_reads`' matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+
+from ec_p2p.node.messages import Landed, ReadEntry, WantItem
+from tests.node.conftest import Client, Fleet, until
+from tests.transport.ends import start_process
+
+_identities = itertools.count(1)
+
+
+def attached_elsewhere(pipe, config, kind, rank):
+    client = Client(config, kind, "engine", rank)
+    pipe.send("attached")
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    client.close()
+
+
+@pytest.fixture
+def host():
+    """A host that is connected to a holder, and the holder's client."""
+    fleet = Fleet("zmq")
+    (_, holder), (node, tool) = fleet.connected("a", "b")
+    processes = []
+
+    def attach(kind, rank=0):
+        return fleet.client(node, kind, "engine", rank)
+
+    def attach_elsewhere(kind, rank=0):
+        process, pipe = start_process(attached_elsewhere, node.config, kind, rank)
+        processes.append((process, pipe))
+        assert pipe.recv() == "attached"
+
+    tool.attach, tool.attach_elsewhere, tool.holder = attach, attach_elsewhere, holder
+    yield tool
+    for process, pipe in processes:
+        pipe.close()
+        process.wait()
+    fleet.close()
+
+
+def orders(host, *landers):
+    """How many READs each is told to do for a want of one reader, whose answer is awaited if nobody is."""
+    identity = next(_identities).to_bytes(32, "big")
+    host.holder.store(identity, bytes(4096))
+    scheduler = host.attach("tool")
+    want = scheduler.node.want([WantItem(identity, 0)], readers=1, wait_s=10.0, expect_s=10.0, landing="device")
+    heard = [[] for _ in landers]
+
+    def settled():
+        for said, lander in zip(heard, landers, strict=True):
+            said += [message for message in lander.node.poll() if isinstance(message, ReadEntry)]
+        scheduler.heard += scheduler.node.poll()
+        return any(heard) or any(isinstance(message, Landed) for message in scheduler.heard)
+
+    until(settled, "a lander to be told, or the arena to have it")
+    scheduler.node.forget(want)
+    return [len(said) for said in heard]
+
+
+def test_it_is_the_one_in_the_workers_process(host):
+    host.attach("worker")
+    ours = host.attach("lander")
+    host.attach_elsewhere("lander")
+    assert orders(host, ours) == [1]
+
+
+def test_one_without_the_worker_is_none(host):
+    host.attach_elsewhere("worker")
+    stranger = host.attach("lander")
+    assert orders(host, stranger) == [0]
+
+
+def test_where_the_instance_has_started_again_it_is_that_of_the_newest_worker(host):
+    host.attach("worker")
+    old = host.attach("lander")
+    host.attach_elsewhere("worker")
+    assert orders(host, old) == [0]
+
+
+def test_of_several_in_one_process_it_is_the_newest(host):
+    old, new = host.attach("lander"), host.attach("lander")
+    assert orders(host, old, new) == [0, 1]
+
+
+def test_a_rank_that_is_no_reader_is_told_nothing(host):
+    first, odd, negative = host.attach("lander"), host.attach("lander", 1), host.attach("lander", -1)
+    assert orders(host, first, odd, negative) == [1, 0, 0]
