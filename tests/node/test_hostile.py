@@ -116,7 +116,7 @@ def test_junk_instead_of_an_attach(host, junk):
 
 @pytest.mark.parametrize(
     ("attach", "accepted"),
-    [(Attach(99, "tool", "x", 0), "speaks 1"), (Attach(1, "router", "x", 0), "scheduler, worker, tool")],
+    [(Attach(99, "tool", "x", 0), "speaks 1"), (Attach(1, "router", "x", 0), "scheduler, worker, lander, tool")],
 )
 def test_an_attach_that_cannot_be_is_refused_with_the_reason(host, attach, accepted):
     node, _ = host
