@@ -9,8 +9,9 @@
 set -u
 cd "$(dirname "$0")/.."
 DEVICE=${DEVICE:-cuda:0}
-TESTS_S=130
-BENCH_S=75
+TESTS_S=120
+BENCH_S=65
+LANDING_S=40
 
 no_gpu() {
     echo "gpu_check: NO GPU HERE, nothing was checked: $*" >&2
@@ -71,12 +72,26 @@ timeout --kill-after=5 "$BENCH_S" "$python" -m ec_p2p.cli bench fetch --device "
 bench=${PIPESTATUS[0]}
 [ "$bench" = 124 ] && echo "gpu_check: the benchmark did not end within $BENCH_S s"
 
+landing=0
+if [ "$transport" = nixl ]; then
+    timeout --kill-after=5 "$LANDING_S" "$python" -m ec_p2p.cli bench fetch --device "$DEVICE" --landing device \
+        --sizes 64KiB,4MiB,64MiB --repeat 20 2>&1 | tee "$tree/landing.log"
+    landing=${PIPESTATUS[0]}
+    [ "$landing" = 124 ] && echo "gpu_check: landing on the device did not end within $LANDING_S s"
+fi
+
 echo
 echo "==== gpu_check: $found"
 echo "tests/gpu: $(tail -1 "$tree/tests.log") (status $tests)"
 echo "bench fetch --device $DEVICE --transport $transport (status $bench):"
 sed 's/^/    /' "$tree/bench.log"
-if [ "$tests" = 0 ] && [ "$bench" = 0 ] && [ -n "$passed" ]; then
+if [ "$transport" = nixl ]; then
+    echo "the same with --landing device (status $landing):"
+    sed 's/^/    /' "$tree/landing.log"
+else
+    echo "NIXL is not installed: landing on the device was not measured"
+fi
+if [ "$tests" = 0 ] && [ "$bench" = 0 ] && [ "$landing" = 0 ] && [ -n "$passed" ]; then
     echo "==== ALL IS WELL, after $((SECONDS - started)) s"
 else
     echo "==== SOMETHING IS WRONG, after $((SECONDS - started)) s: see above"
