@@ -163,7 +163,7 @@ class Wants:
 
     def failed(self, identity: bytes, reason: str, now: float) -> None:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
-        for waiting, index in self._waiters(identity):
+        for waiting, index in self._waiters_for_the_arena(identity):
             if reason == "failed":
                 waiting.failures[index] += 1
                 if waiting.failures[index] == _FETCHES:
@@ -175,7 +175,7 @@ class Wants:
 
     def not_staged(self, identity: bytes, reason: str, now: float) -> None:
         """A staging has failed. What is unreadable here may be elsewhere; what finds no room here never will."""
-        for waiting, index in self._waiters(identity):
+        for waiting, index in self._waiters_for_the_arena(identity):
             if reason in ("unreadable", "late"):
                 self._try(waiting, index, now)
             else:
@@ -328,6 +328,10 @@ class Wants:
             if waiting is not None and index in waiting.open and instance in (None, waiting.instance):
                 found.append((waiting, index))
         return found
+
+    def _waiters_for_the_arena(self, identity: bytes) -> list[tuple[Waiting, int]]:
+        """Those whom it concerns what becomes of the entry there: the others are about to have it on their devices."""
+        return [found for found in self._waiters(identity) if self._device_read(*found) is None]
 
     def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, fetch_started_at: float | None) -> None:
         if index not in waiting.open:

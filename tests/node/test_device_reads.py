@@ -162,6 +162,9 @@ class Host(played.Rig):
     def on_failed(self, identity, reason):
         self.wants.failed(identity, reason, self.now)
 
+    def on_not_staged(self, identity, reason):
+        self.wants.not_staged(identity, reason, self.now)
+
     def on_looked(self, identity):
         self.wants.changed(identity, self.now)
 
@@ -395,6 +398,25 @@ def test_a_lander_may_say_anything(host):
     assert [answer.read for answer in answers(engine)] == [0]
     words = {labels[0][1] for (name, labels), _ in host.counters.values().items() if name == "device_reads"}
     assert words == {"error"}, "what a client says is no label"
+
+
+@pytest.mark.parametrize("way", ["fetch", "disk"])
+def test_who_waits_for_a_device_is_not_concerned_by_what_finds_no_room_in_the_arena(host, way):
+    """Or by how somebody else's fetch of the same entry fails."""
+    engine, other = host.attach("scheduler", "x"), host.attach("scheduler", "y")
+    lander = host.attach("lander", "x", 0)
+    host.want(engine, A)
+    everything = host.everything()
+    host.disk.there = way == "disk"
+    host.want(other, A, landing="host", wait_s=1.0)
+    assert (A in host.fetches, A in host.staging) == (way == "fetch", way == "disk")
+    host.pass_time(1.0)
+    host.pass_time(0.0)
+    assert [type(answer) for answer in answers(other)] == [Missing]
+    assert answers(engine) == []
+    host.ended(lander)
+    assert [answer.read for answer in answers(engine)] == [1]
+    host.memory.release(everything)
 
 
 def test_an_advert_of_which_no_tensor_can_be_made_is_read_by_no_device(host):
