@@ -128,8 +128,7 @@ class WorkerSide:
                 time.sleep(_POLL_S)
             # To the node, a client that leaves has no copies under way: the link then ends with the process.
             if done and not self._reading:
-                if self._loader.lander is not None:
-                    self._loader.lander.close()
+                self._end_landing()
                 self._client.close()
             else:
                 logger.warning("a device is not done with its copies after %.0f s: not waiting for it", CLOSE_S)
@@ -143,6 +142,13 @@ class WorkerSide:
             return
         try:
             self._loader.lander = self._make_lander(device_for(self._device()))
+        except Exception as error:
+            self._on_error("lander", error)
+
+    def _end_landing(self) -> None:
+        try:
+            if self._loader.lander is not None:
+                self._loader.lander.close()
         except Exception as error:
             self._on_error("lander", error)
 

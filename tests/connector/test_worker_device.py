@@ -221,3 +221,94 @@ def test_closing_ends_the_threads(host):
     host.side.close()
     assert not threads("ec-p2p-settler")
     assert not threads("ec-p2p-keeper")
+
+
+class PlayedLander:
+    """Has landed what it is told to have."""
+
+    def __init__(self, device, on_close=lambda: None):
+        self.landed = {}
+        self.on_close = on_close
+
+    def view(self, incarnation, read):
+        return self.landed[incarnation, read]
+
+    def close(self):
+        self.on_close()
+
+
+@pytest.fixture
+def landing(host):
+    """The host, with a lander, and a promise of what has landed there as READ 7."""
+    host.side._loader.lander = PlayedLander(host.device)
+    host.tool.store(A, TENSOR.numpy().tobytes(), dim=32)
+    host.place = host.promise(A)._replace(read=7, rows=8, dim=16, dtype="float32")
+    host.memory = TENSOR.clone()
+    host.side._loader.lander.landed[host.place.incarnation, 7] = host.memory
+    return host
+
+
+def load_landed(host):
+    host.side.before_model(host.cache, ECP2PMetadata(loads=[("a", host.place)]))
+
+
+def test_what_has_landed_is_leased_until_it_is_copied_and_not_aliased(landing):
+    load_landed(landing)
+    landing.idle_step()
+    landing.tool.sync()
+    assert landing.leases() == 1
+    landing.device.work()
+    landing.idle_step()
+    until(lambda: landing.leases() == 0, "the release")
+    landing.memory.zero_()
+    assert torch.equal(landing.cache["a"], TENSOR)
+
+
+def test_a_lander_ends_after_the_copies_and_before_the_worker_leaves(landing):
+    at_the_end = []
+    landing.side._loader.lander.on_close = lambda: at_the_end.append((landing.side._reading, landing.workers_gone()))
+    load_landed(landing)
+    closing = threading.Thread(target=landing.side.close)
+    closing.start()
+    landing.tool.sync()
+    assert at_the_end == []
+    landing.device.work()
+    closing.join()
+    assert at_the_end == [([], False)]
+    until(landing.workers_gone, "the worker to leave")
+
+
+def test_a_lander_that_does_not_end_well_keeps_no_worker(landing):
+    def fail():
+        raise ValueError("not well")
+
+    landing.side._loader.lander.on_close = fail
+    load_landed(landing)
+    landing.device.work()
+    landing.side.close()
+    until(landing.workers_gone, "the worker to leave")
+    assert landing.errors == [("lander", "not well")]
+
+
+def test_without_a_lander_a_promise_of_what_has_landed_ends_the_engine(landing):
+    """vLLM has no way back. So the node promises to none such."""
+    landing.side._loader.lander = None
+    with pytest.raises(RuntimeError, match="nothing lands on this worker's device"):
+        load_landed(landing)
+
+
+def test_a_worker_whose_lander_cannot_be_made_loads_from_the_arena(fleet, monkeypatch):
+    monkeypatch.setattr("ec_p2p.connector.worker.KEEP_S", 3600.0)
+    host = Host(fleet)
+
+    def refuse(device):
+        raise RuntimeError("landing_size=1: the device has no room for it")
+
+    host.side._make_lander = refuse
+    host.side.start(PATIENCE_S)
+    assert host.errors == [("lander", "landing_size=1: the device has no room for it")]
+    host.tool.store(A, TENSOR.numpy().tobytes(), dim=32)
+    host.load(A)
+    host.device.work()
+    host.side.close()
+    assert torch.equal(host.cache["a"].view(torch.float32), TENSOR)
