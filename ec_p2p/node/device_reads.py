@@ -10,8 +10,8 @@ the peers. It must never decide who is promised what: that is the wants' part, t
 
 Whatever fails here is fetched into the arena instead: a device's memory is not waited for.
 
-What a lander says is believed of its own device only. A READ that fails there may fail for reasons of that device's
-network, so other instances go on reading from the holder.
+A READ that fails in a lander may fail for reasons of that device's network: other instances go on reading from the
+holder.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _OF_THE_HOLDER = ("late", "disconnected")
 """Reasons for which whoever fetches the entry instead should rather ask another holder."""
 _NOT_AGAIN = (*_OF_THE_HOLDER, "refused", "stuck", "error")
 """Reasons that the next READ of this holder would meet again."""
+
+_NO_REVISION = -1
 
 Readers = tuple[Session, ...]
 """The landers of the readers of one instance, by rank."""
@@ -132,6 +134,7 @@ class DeviceReads:
         self._avoid: dict[tuple[str, bytes | None], float] = {}
         """(instance, holder, or None for all of them) -> until when nothing is read there."""
         self._heard_at: dict[Session, float] = {}
+        """When a lander has last said how a READ ended."""
         self._told: dict[tuple[Session, bytes], int] = {}
         """(lander, peer) -> revision of the card that it was given."""
 
@@ -175,6 +178,8 @@ class DeviceReads:
             reason = message.reason if message.reason in READ_REASONS else "error"
             if reason in _NOT_AGAIN:
                 self._avoid[read.instance, read.source.incarnation] = now + _AVOID_S
+            if reason == "refused":
+                self._tell_again(session, read.source.incarnation)
             if reason in _OF_THE_HOLDER:
                 self._rates.failed(read.source.incarnation)
             self._fail(read, reason)
@@ -238,6 +243,11 @@ class DeviceReads:
         ):
             return peer
         return None
+
+    def _tell_again(self, lander: Session, peer: bytes) -> None:
+        """The card may have been lost on the way, or not: when the peer is gone, that has to be told all the same."""
+        if (lander, peer) in self._told:
+            self._told[lander, peer] = _NO_REVISION
 
     def _start(self, read: DeviceRead, peer: Peer) -> None:
         self._reads[read.identity, read.landers] = read

@@ -66,7 +66,7 @@ class Lander(Client):
             case PeerCard():
                 self.cards[message.peer] = message.blob
             case PeerGone():
-                del self.cards[message.peer]
+                self.cards.pop(message.peer, None)
             case ReadEntry():
                 assert message.peer in self.cards
                 assert message.read not in {*self.reading, *self.landed}
@@ -448,6 +448,20 @@ def test_cards_are_told_once_for_each_revision_and_again_when_a_peer_is_back(hos
     host.holders_of[D] = [holder(1, advert(D))]
     host.want(engine, D)
     assert lander.cards == {peer: b"card 2"}
+
+
+def test_a_lander_that_does_not_know_a_holder_is_told_its_card_again(host):
+    engine = host.attach("scheduler", "x")
+    lander = host.attach("lander", "x", 0)
+    host.want(engine, A)
+    lander.cards.clear()
+    host.ended(lander, reason="refused")
+    host.pass_time(10.0)
+    host.want(engine, B)
+    assert len(lander.cards) == len(lander.reading) == 1
+    host.ended(lander, reason="refused")
+    host.peer_gone(holder(1, None)[0].incarnation)
+    assert lander.cards == {}
 
 
 class Machine(RuleBasedStateMachine):
