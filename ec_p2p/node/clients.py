@@ -90,11 +90,20 @@ class Clients:
 
     def on_gone(self, session: Session) -> None:
         self._wants.forget_session(session)
-        if session.attach.kind == "worker":
+        if session.attach.kind == "worker" and not self._has_another(session):
             self._leases.reader_gone(session.attach.instance, session.attach.rank)
         if session.attach.kind == "lander":
             self._device_reads.lander_gone(session)
         self._saving.session_gone(session)
+
+    def _has_another(self, gone: Session) -> bool:
+        """Whether another worker has the same rank. Where an instance starts again beside what is left of it, the end
+        of the old worker says nothing of what the new one still copies."""
+        hello = gone.attach
+        return any(
+            (other.attach.kind, other.attach.instance, other.attach.rank) == (hello.kind, hello.instance, hello.rank)
+            for other in self._sessions.all()
+        )
 
     def tell_instances(self) -> None:
         """Tell the fleet who is attached, if that has changed."""

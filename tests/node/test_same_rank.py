@@ -1,4 +1,4 @@
-"""Which lander is told to READ for a reader, where more than one says that it is that reader's.
+"""More clients than one that say that they are the same reader: which lander is told to READ, whose end ends a lease.
 
 The node and its sessions are real. The landers only hear: what they would answer is `test_device_reads`' matter.
 """
@@ -95,3 +95,18 @@ def test_of_several_in_one_process_it_is_the_newest(host):
 def test_a_rank_that_is_no_reader_is_told_nothing(host):
     first, odd, negative = host.attach("lander"), host.attach("lander", 1), host.attach("lander", -1)
     assert orders(host, first, odd, negative) == [1, 0, 0]
+
+
+def test_the_end_of_an_old_worker_ends_no_lease_that_the_new_one_reads(host):
+    old, new, scheduler = host.attach("worker"), host.attach("worker"), host.attach("scheduler")
+    identity = next(_identities).to_bytes(32, "big")
+    host.store(identity, bytes(4096))
+    [landed] = scheduler.want(identity, readers=1)
+    scheduler.node.dispatched(landed.lease)
+    scheduler.sync()
+    sessions = host.inspect().gauges["sessions"]
+    old.close()
+    until(lambda: host.inspect().gauges["sessions"] == sessions - 1, "the old worker to be gone")
+    assert host.inspect().gauges["leases"] == 1
+    new.close()
+    until(lambda: host.inspect().gauges["leases"] == 0, "the lease to end with the last that may read it")
