@@ -132,6 +132,8 @@ class Lander:
         self._landings: dict[tuple[bytes, int], Landing] = {}
         self._incarnation = b""
         self._peers: set[bytes] = set()
+        self._unusable: dict[bytes, bytes] = {}
+        """Cards, by peer, that were of no use: a node tells them again."""
         self._next_tick = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ec-p2p-lander", daemon=True)
@@ -221,6 +223,7 @@ class Lander:
             case PeerGone():
                 self._transport.forget(message.peer.hex())
                 self._peers.discard(message.peer)
+                self._unusable.pop(message.peer, None)
             case ReadEntry():
                 self._read(message)
             case DropEntry():
@@ -232,8 +235,11 @@ class Lander:
         try:
             self._transport.connect(card.peer.hex(), card.blob)
             self._peers.add(card.peer)
+            self._unusable.pop(card.peer, None)
         except TransportError as error:
-            logger.warning("nothing of node incarnation %s lands on the device: %s", card.peer.hex()[:8], error)
+            level = logging.DEBUG if self._unusable.get(card.peer) == card.blob else logging.WARNING
+            logger.log(level, "nothing of node incarnation %s lands on the device: %s", card.peer.hex()[:8], error)
+            self._unusable[card.peer] = card.blob
 
     def _read(self, entry: ReadEntry) -> None:
         if self._transfers.stuck(entry.peer):
@@ -268,6 +274,7 @@ class Lander:
         for peer in self._peers:
             self._transport.forget(peer.hex())
         self._peers.clear()
+        self._unusable.clear()
 
     # -------------------------------------------------------- what became of a READ
 

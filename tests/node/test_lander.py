@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -226,6 +227,24 @@ def test_an_error_over_one_message_loses_none_of_the_others(holder):
     said, failures = in_child(fail_over_one_message, holder.name, holder.card)
     assert said == [ReadEnded(2, "error"), ReadEnded(3, "")]
     assert failures == ["('lander', ValueError('of one message'))"]
+
+
+def hear_of_a_card_that_is_of_no_use(name, card):
+    levels = []
+    lander_module.logger.log = lambda level, *_: levels.append(logging.getLevelName(level))
+    with lander_in_this_process() as (_, client):
+        peer = bytes.fromhex(name)
+        useless = PeerCard(peer, b"of another transport")
+        said = answers_to(client, useless, useless, entry(1, name), PeerCard(peer, b"another"), PeerGone(peer), useless)
+        good = answers_to(client, PeerCard(peer, card), entry(2, name))
+        return said, good, levels
+
+
+def test_a_card_that_is_of_no_use_is_warned_of_once(holder):
+    said, good, levels = in_child(hear_of_a_card_that_is_of_no_use, holder.name, holder.card)
+    assert said == [ReadEnded(1, "refused")]
+    assert good == [ReadEnded(2, "")]
+    assert levels == ["WARNING", "DEBUG", "WARNING", "WARNING"]
 
 
 def end_while_reading(name, card):
