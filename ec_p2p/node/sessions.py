@@ -110,13 +110,17 @@ class Sessions:
 
     def landers_of(self, instance: str) -> dict[int, Session]:
         """By rank, each in the process of the worker of that rank, if there is one: what lands elsewhere, this worker
-        cannot load. Who attached last counts, as where an instance starts again beside what is left of it."""
+        cannot load. None where workers of several processes have the rank, as when an instance starts again beside
+        what is left of it: whose scheduler asks is not known. Of several in one process the newest."""
         landers: dict[int, Session] = {}
+        processes: dict[int, set[int]] = {}
         ours = [session for session in self._by_fd.values() if session.attach.instance == instance]
-        processes = {session.attach.rank: session.pid for session in ours if session.attach.kind == "worker"}
+        for session in ours:
+            if session.attach.kind == "worker":
+                processes.setdefault(session.attach.rank, set()).add(session.pid)
         for session in ours:
             rank = session.attach.rank
-            if session.attach.kind == "lander" and processes.get(rank, session.pid) == session.pid:
+            if session.attach.kind == "lander" and processes.get(rank, {session.pid}) == {session.pid}:
                 landers[rank] = session
         return landers
 

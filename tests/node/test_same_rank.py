@@ -80,11 +80,15 @@ def test_one_without_the_worker_is_none(host):
     assert orders(host, stranger) == [0]
 
 
-def test_where_the_instance_has_started_again_it_is_that_of_the_newest_worker(host):
+def test_with_workers_of_two_processes_it_is_nobodys(host):
+    """What lands for the one engine, the other's scheduler could be promised."""
     host.attach("worker")
-    old = host.attach("lander")
+    first = host.attach("lander")
     host.attach_elsewhere("worker")
-    assert orders(host, old) == [0]
+    assert orders(host, first) == [0]
+    host.attach("worker")
+    newest = host.attach("lander")
+    assert orders(host, first, newest) == [0, 0]
 
 
 def test_of_several_in_one_process_it_is_the_newest(host):
