@@ -144,9 +144,17 @@ class SaveSkipped(msgspec.Struct, frozen=True, array_like=True, tag="save_skippe
     """A worker could not save an encoder output. The node counts it and passes it on to the instance's scheduler."""
 
     reason: str
-    """'no_window', 'too_large', 'layout' or 'error'."""
+    """One of SKIP_REASONS."""
     identity: bytes = b""
     """Of the output; others stop waiting for it."""
+
+
+SKIP_REASONS = (
+    "no_window",
+    "too_large",  # for the arena
+    "layout",  # not two dimensions, or a dtype that is not shared
+    "error",
+)
 
 
 class ReadEnded(msgspec.Struct, frozen=True, array_like=True, tag="read_ended"):

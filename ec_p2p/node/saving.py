@@ -24,7 +24,7 @@ from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.encodings import Encodings
 from ec_p2p.node.fetch_policy import EncodeTimes
 from ec_p2p.node.memory import Memory
-from ec_p2p.node.messages import Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
+from ec_p2p.node.messages import SKIP_REASONS, Commit, NoWindow, OpenWindow, Saved, SaveSkipped, Window
 from ec_p2p.node.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class Saving:
 
     def skipped(self, session: Session, message: SaveSkipped) -> None:
         """A worker could not save an output: there will be no entry to wait for."""
+        if message.reason not in SKIP_REASONS:  # a client may say anything, and metrics keep each word for ever
+            message = SaveSkipped("error", message.identity)
         self._counters.add("saves_skipped", reason=message.reason)
         self._no_entry(session, message)
 

@@ -1,7 +1,8 @@
 """What an engine's decode pays for a node that is busy beside it.
 
-A vLLM server decodes text on one host, in turns with that host's node idle, and with it fetching entries out of the
-memory of another host at some pace. Prints tokens a second of both, and what the node takes of a core.
+A vLLM engine, in this process and on one core, decodes text on one host, in turns with that host's node idle, and with
+it fetching entries out of the memory of another host at some pace. Prints tokens a second of both, and what the node
+takes of a core. It says something only where there is a core for the engine and one for all others.
 
     python busy.py [--rounds 10] [--fetches-per-s 100] [--mebibytes 1]
 """
@@ -9,15 +10,16 @@ memory of another host at some pace. Prints tokens a second of both, and what th
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
 import procfs
 import tiny_model
-from chat import ask, chat_body
 from fleet import Fleet, Host
 from processes import Failed, Process, Run, interruptible, log_folder, until
 
@@ -29,7 +31,15 @@ _PATIENCE_S = 60.0
 _DIM = 1024
 _ENTRIES = 400
 """More than the busy node's arena holds: each is fetched anew."""
-_TOKENS = 1500
+_REQUESTS, _TOKENS = 4, 1000
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 
 _M = TypeVar("_M")
 
@@ -53,16 +63,15 @@ def main() -> int:
             node = start_node(fleet, host, arena * arguments.mebibytes)
             resources.callback(node.stop)
         fill(_config(far.node_name, fleet.ec_port), arguments.mebibytes << 20)
-        server = fleet.server("engine", near, fleet.connector("ec_consumer", near, spawn_node=False))
-        fleet.wait_ready([server])
-        ask(server.url, chat_body("warm-up", max_tokens=200))
+        decode = engine(fleet, near)
+        decode()
         rates: dict[str, list[float]] = {"idle": [], "busy": []}
         cores: dict[str, list[float]] = {"idle": [], "busy": []}
         for number in range(2 * arguments.rounds):
             kind = ("idle", "busy")[number % 2]
             worker = start_load(fleet, near, arguments) if kind == "busy" else None
             used, began = cpu_s(near), time.monotonic()
-            rates[kind].append(tokens_per_s(server.url, f"round {number}"))
+            rates[kind].append(decode())
             cores[kind].append((cpu_s(near) - used) / (time.monotonic() - began))
             if worker is not None:
                 worker.stop()
@@ -159,12 +168,29 @@ def _hear(client: NodeClient, kind: type[_M]) -> _M:
     return until(heard, f"a message of {kind.__name__}", _PATIENCE_S, pause_s=0.0)
 
 
-def tokens_per_s(url: str, text: str) -> float:
-    """Of one request's decode: from its first token to its last."""
-    began = time.perf_counter()
-    answer = ask(url, chat_body(text, max_tokens=_TOKENS, top_logprobs=0))
-    seconds = time.perf_counter() - began - answer.first_token_s
-    return (len(answer.tokens) - 1) / seconds
+def engine(fleet: Fleet, host: Host) -> Callable[[], float]:
+    """Tokens a second of some requests at once, each time it is called."""
+    os.environ.update(_ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+    from vllm.config import ECTransferConfig
+
+    llm = LLM(
+        str(fleet.model),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=_REQUESTS,
+        kv_cache_memory_bytes=64 << 20,
+        ec_transfer_config=ECTransferConfig(**fleet.connector("ec_consumer", host, spawn_node=False)),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
+
+    def decode() -> float:
+        began = time.perf_counter()
+        answers = llm.generate([{"prompt_token_ids": [1, 2, 3]}] * _REQUESTS, sampling, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in answers) / (time.perf_counter() - began)
+
+    return decode
 
 
 if __name__ == "__main__":

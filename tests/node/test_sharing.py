@@ -127,6 +127,18 @@ def test_an_encode_whose_commit_is_refused_is_not_waited_for(zmq_fleet):
     assert (answer.want, answer.reason) == (want, "no_source")
 
 
+def test_a_reason_of_a_workers_own_is_counted_as_an_error(zmq_fleet):
+    node = zmq_fleet.node("a")
+    worker = zmq_fleet.client(node, "worker", "engine/dp0", 0)
+    scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
+    for reason in ("layout", "whatever", ""):
+        worker.node.send(SaveSkipped(reason, A))
+    worker.sync()
+    assert [scheduler.expect(SaveSkipped).reason for _ in range(3)] == ["layout", "error", "error"]
+    counted = {name: value for name, value in worker.inspect().counters.items() if name.startswith("saves_skipped")}
+    assert counted == {"saves_skipped{reason=layout}": 1, "saves_skipped{reason=error}": 2}
+
+
 def test_only_who_encodes_can_say_that_nothing_comes_of_it(zmq_fleet):
     worker, _, other, want = waits_for_an_encode(zmq_fleet)
     other.node.send(SaveSkipped("error", A))
