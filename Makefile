@@ -51,7 +51,7 @@ lint: $(READY)
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/ec_p2p
 	ln -s $(CURDIR)/ec_p2p/* $(CURDIR)/control $(CURDIR)/transport $(TYPED)/ec_p2p/
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p ec_p2p
-	cd examples/disagg && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache/examples --allow-untyped-calls *.py
+	cd examples/disagg && MYPYPATH=$(abspath $(TYPED)) $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache/examples --allow-untyped-calls *.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
