@@ -272,13 +272,7 @@ def _load(client: NodeClient, lander: Lander | None, landed: list[Landed], devic
 
     loader = Loader(client)
     loader.lander = lander
-    loaded = [
-        loader.load(
-            Place(client.incarnation, at.lease, at.offset, at.nbytes, at.rows, at.dim, at.dtype, at.read),
-            device,
-        )
-        for at in landed
-    ]
+    loaded = [loader.load(Place.of(client.incarnation, at), device) for at in landed]
     for _, copied in loaded:
         copied.wait()
 

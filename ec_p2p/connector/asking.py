@@ -264,16 +264,7 @@ class Asking:
                 self._missed(item, "layout")
             return
         item.apply(Event.LANDED)
-        place = Place(
-            want.incarnation,
-            landed.lease,
-            landed.offset,
-            landed.nbytes,
-            landed.rows,
-            landed.dim,
-            landed.dtype,
-            landed.read,
-        )
+        place = Place.of(want.incarnation, landed)
         spare = want.check or item.placed
         self._leases.add(Lease(item, place, landed.source, spare=spare))
         if not spare:

@@ -25,6 +25,7 @@ from ec_p2p.node.messages import (
     CloseWindow,
     Commit,
     FromNode,
+    Landed,
     NoWindow,
     OpenWindow,
     SaveSkipped,
@@ -51,6 +52,20 @@ class Place(NamedTuple):
     dim: int
     dtype: str
     read: int = 0
+
+    @classmethod
+    def of(cls, incarnation: bytes, landed: Landed) -> Place:
+        """Where the node of this incarnation says that it has landed."""
+        return cls(
+            incarnation,
+            landed.lease,
+            landed.offset,
+            landed.nbytes,
+            landed.rows,
+            landed.dim,
+            landed.dtype,
+            landed.read,
+        )
 
 
 class Loader:

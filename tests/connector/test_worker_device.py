@@ -52,15 +52,7 @@ class Host:
         [answer] = self.scheduler.want(identity, readers=1)
         assert isinstance(answer, Landed)
         self.scheduler.node.dispatched(answer.lease)
-        return Place(
-            self.scheduler.node.incarnation,
-            answer.lease,
-            answer.offset,
-            answer.nbytes,
-            answer.rows,
-            answer.dim,
-            answer.dtype,
-        )
+        return Place.of(self.scheduler.node.incarnation, answer)
 
     def load(self, identity):
         self.side.before_model(self.cache, ECP2PMetadata(loads=[("a", self.promise(identity))]))

@@ -53,7 +53,7 @@ class Engine:
 
         at = until(landed, "the entry")
         self.scheduler.node.dispatched(at.lease)
-        return Place(self.scheduler.node.incarnation, at.lease, at.offset, at.nbytes, at.rows, at.dim, at.dtype)
+        return Place.of(self.scheduler.node.incarnation, at)
 
     def leases(self):
         return self.tool.inspect().gauges["leases"]

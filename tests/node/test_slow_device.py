@@ -37,15 +37,7 @@ class Host:
     def load(self, identity):
         [answer] = self.scheduler.want(identity, readers=1, local_only=True)
         assert isinstance(answer, Landed)
-        at = Place(
-            self.scheduler.node.incarnation,
-            answer.lease,
-            answer.offset,
-            answer.nbytes,
-            answer.rows,
-            answer.dim,
-            answer.dtype,
-        )
+        at = Place.of(self.scheduler.node.incarnation, answer)
         return Loader(self.worker.node).load(at, "cpu")[0]
 
     def reserved(self):

@@ -35,15 +35,7 @@ def load(worker, place):
 
 
 def place(scheduler, landed):
-    return Place(
-        scheduler.node.incarnation,
-        landed.lease,
-        landed.offset,
-        landed.nbytes,
-        landed.rows,
-        landed.dim,
-        landed.dtype,
-    )
+    return Place.of(scheduler.node.incarnation, landed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
