@@ -96,6 +96,11 @@ def unpack(data: bytes | bytearray | memoryview) -> Record:
     return Record(generation, identity, nbytes, rows, dim, _NAMES.get(code, ""))
 
 
+def proves(record: Record, promised: Record) -> bool:
+    """Whether what was read before `record` is what was promised, and was whole for as long as it was being read."""
+    return record == promised and record.generation != 0
+
+
 def records_in(slab: Slab) -> int:
     """Number of records, and so the largest number of extents, of a slab."""
     return max(1, slab.nbytes // SLAB_BYTES_PER_RECORD)

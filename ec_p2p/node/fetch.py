@@ -26,7 +26,7 @@ from enum import Enum
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
+from ec_p2p.engine.generation import RECORD_BYTES, Record, proves, unpack
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
@@ -316,7 +316,7 @@ class Fetches:
         start = fetch.extent.offset + record_place(advert.nbytes)
         record = unpack(self._arena[start : start + RECORD_BYTES])
         promised = Record(advert.generation, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype)
-        if record != promised or record.generation == 0:
+        if not proves(record, promised):
             self._failed_holder(fetch, "changed", now)
             return
         try:

@@ -29,7 +29,7 @@ import torch
 
 from ec_p2p.config import Config
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, Record
+from ec_p2p.engine.generation import RECORD_BYTES, Record, proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.client import OLD_ARENA_S, Detached, NodeClient
 from ec_p2p.node.device import Device
@@ -130,7 +130,6 @@ class Lander:
             self._broken,
         )
         self._landings: dict[tuple[bytes, int], Landing] = {}
-        self._incarnation = b""
         self._peers: set[bytes] = set()
         self._unusable: dict[bytes, bytes] = {}
         """Cards, by peer, that were of no use: a node tells them again."""
@@ -283,7 +282,7 @@ class Lander:
         promised = Record(entry.generation, entry.identity, entry.nbytes, entry.rows, entry.dim, entry.dtype)
         if landing.stage is Stage.UNWANTED:
             self._pool.release(extent)
-        elif self._pool.record(extent) != promised or not entry.generation:
+        elif not proves(self._pool.record(extent), promised):
             self._broken(landing, "changed", extent, now)
         else:
             landing.stage = Stage.LANDED
