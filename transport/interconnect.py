@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ec_p2p.transport.interface import TransportError
-
-if TYPE_CHECKING:
-    from ec_p2p.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +47,6 @@ class Interconnect(msgspec.Struct, frozen=True):
     backend: str = "UCX"
     params: dict[str, str] = {}
     ucx_tls: str = ""
-
-    @classmethod
-    def of(cls, config: Config) -> Interconnect:
-        return cls(config.nixl_backend, config.nixl_params, config.ucx_tls)
 
     def __str__(self) -> str:
         """What was chosen, as it is in the configuration; empty: nothing."""

@@ -35,11 +35,10 @@ from ec_p2p.node.client import OLD_ARENA_S, Detached, NodeClient
 from ec_p2p.node.device import Device
 from ec_p2p.node.device_pool import DevicePool
 from ec_p2p.node.messages import DropEntry, FromNode, PeerCard, PeerGone, ReadEnded, ReadEntry
-from ec_p2p.node.network import hosts
+from ec_p2p.node.network import hosts, interconnect_of
 from ec_p2p.node.pacing import TICK_S, nap_s
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.transfers import Leg, Transfers
-from ec_p2p.transport.interconnect import Interconnect
 from ec_p2p.transport.interface import Span, TransportError
 from ec_p2p.transport.nixl import NixlTransport
 
@@ -68,7 +67,7 @@ def _transport(config: Config, device: Device, pool: DevicePool) -> NixlTranspor
         pool.table_address,
         pool.table_bytes,
         bind_host=bind_host,
-        interconnect=Interconnect.of(config),
+        interconnect=interconnect_of(config),
     )
     try:
         transport.register(0, pool.table_bytes)

@@ -32,15 +32,20 @@ def hosts(config: Config) -> tuple[str, str]:
     return advertise, advertise if is_loopback(advertise) else "0.0.0.0"
 
 
+def interconnect_of(config: Config) -> Interconnect:
+    return Interconnect(config.nixl_backend, config.nixl_params, config.ucx_tls)
+
+
 def transport_of(
     config: Config,
     incarnation: bytes,
     arena: Arena,
     context: zmq.Context[zmq.Socket[bytes]],
+    advertise: str,
+    bind: str,
     security: Security | None,
 ) -> Transport:
-    """What a node moves bytes with. Raises TransportError."""
-    advertise, bind = hosts(config)
+    """What a node moves bytes with; `advertise` and `bind` are its `hosts`. Raises TransportError."""
     transport = open_transport(
         config.transport,
         incarnation.hex(),
@@ -50,7 +55,7 @@ def transport_of(
         bind_host=bind,
         advertise_host=advertise,
         security=security,
-        interconnect=Interconnect.of(config),
+        interconnect=interconnect_of(config),
     )
     if security and transport.kind == "nixl":
         level = logging.WARNING if config.require_encryption else logging.INFO

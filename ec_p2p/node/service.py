@@ -112,7 +112,9 @@ class Node:
         resources.callback(self.storage.close, _DRAIN_S)
         self.arena, self.backend = self.storage.arena, self.storage.cpu
         self._memory = Memory(self.backend)
-        self.transport = network.transport_of(config, self.incarnation, self.arena, self._context, security)
+        self.transport = network.transport_of(
+            config, self.incarnation, self.arena, self._context, advertise, bind, security
+        )
         resources.callback(self.transport.close)
         self._registration = Registration(self.transport, self.incarnation, self.counters)
         # Opens the first slab: there is a card to hand out, and peers connect, before anything is stored.

@@ -16,8 +16,8 @@ import zmq
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config, ConfigError
-from ec_p2p.node.network import hosts
-from ec_p2p.transport import Interconnect, Span, State, Transport, chosen_kind, open_transport
+from ec_p2p.node.network import hosts, interconnect_of
+from ec_p2p.transport import Span, State, Transport, chosen_kind, open_transport
 
 _BYTES = 16 << 20
 _SMALL = 64
@@ -43,7 +43,7 @@ def read(config: Config) -> Finding:
         mend = "the log above has the library's words; look at nixl_backend, nixl_params and ucx_tls, and at UCX_*; "
         mend += "`transport: zmq` needs none of it"
         return problem("loopback read", f"failed: {type(error).__name__}: {error}", mend)
-    chosen = str(Interconnect.of(config)) if measured.kind == "nixl" else ""
+    chosen = str(interconnect_of(config)) if measured.kind == "nixl" else ""
     says = (
         f"{measured.kind}{' with ' + chosen if chosen else ''}: {_SMALL} bytes in {measured.small_s * 1e6:.0f} us, "
         f"{size(_BYTES)} at {measured.bytes_per_s / 1e9:.1f} GB/s"
@@ -134,7 +134,7 @@ def _open(config: Config, role: str, memory: mmap.mmap) -> Transport:
         context=zmq.Context(),
         bind_host=_bind_host(config),
         advertise_host=_LOOPBACK,
-        interconnect=Interconnect.of(config),
+        interconnect=interconnect_of(config),
     )
     transport.register(0, _BYTES)
     return transport
