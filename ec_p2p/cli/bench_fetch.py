@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -288,7 +289,7 @@ def _answers(client: NodeClient, count: int) -> list[Landed | Missing]:
 
 
 def _fill(config: Config, loads: list[Load]) -> None:
-    """Store the entries of every load on the holder."""
+    """Store the entries of every load on the holder, as a worker stores those of one step: in one window."""
     with NodeClient(config, "tool", "bench-fill") as client:
         if not client.attach(_PATIENCE_S):
             raise RuntimeError("the holder did not start")
@@ -296,11 +297,13 @@ def _fill(config: Config, loads: list[Load]) -> None:
         assert arena is not None
         for load in loads:
             size, rows = load.item_bytes, load.item_bytes // _ROW_BYTES
-            for identity in load.identities:
-                client.send(OpenWindow(client.next_id(), size))
-                window = _expect(client, Window)
-                arena.buffer[window.offset : window.offset + size] = os.urandom(1 << 10) * (size >> 10)
-                client.send(Commit(window.window, identity, window.offset, size, rows, _DIM, "bfloat16"))
+            room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            client.send(OpenWindow(client.next_id(), load.items * room))
+            window = _expect(client, Window)
+            for index, identity in enumerate(load.identities):
+                start = window.offset + index * room
+                arena.buffer[start : start + size] = os.urandom(1 << 10) * (size >> 10)
+                client.send(Commit(window.window, identity, start, size, rows, _DIM, "bfloat16"))
         client.send(Sync(1))
         _expect(client, Synced)
 

@@ -8,13 +8,15 @@ process from many.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
 
 from ec_p2p.engine import victims
-from ec_p2p.engine.arena import Arena, Slab
+from ec_p2p.engine.arena import PAGE, Arena, Slab
 from ec_p2p.engine.entry import Entry, Layout, layout_of
 from ec_p2p.engine.extents import Extent, Extents, OnSlab, SlabRefused, whole_pages
-from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check
+from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check, record_at
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 
 __all__ = ["Entry", "Listener", "LocalCPUBackend", "OutOfMemory", "Pin", "TooLarge"]
@@ -33,19 +35,17 @@ Listener = Callable[[Entry], None]
 the pins of the entry that it is told of."""
 
 
-class Pin:
+class Pin(msgspec.Struct, eq=False, gc=False):
     """While it is open the entry's bytes stay where they are. `close` may be called from any thread, and twice."""
 
-    __slots__ = ("_backend", "entry")
-
-    def __init__(self, backend: LocalCPUBackend, entry: Entry) -> None:
-        self._backend: LocalCPUBackend | None = backend
-        self.entry = entry
+    entry: Entry
+    home: LocalCPUBackend | None
+    """None once it is closed."""
 
     def close(self) -> None:
-        backend = self._backend
-        if backend is not None:
-            backend._unpin(self)
+        home = self.home
+        if home is not None:
+            home._unpin(self)
 
     def __enter__(self) -> Pin:
         return self
@@ -139,6 +139,8 @@ class LocalCPUBackend:
         yes where none does.
         """
         rooms, slots = list(self._extents.rooms), list(self._extents.slots)
+        if sum(sizes) + PAGE * len(sizes) <= rooms[0] and len(sizes) <= slots[0]:
+            return True
         for size in sorted(map(whole_pages, sizes), reverse=True):
             for index, room in enumerate(rooms):
                 if size <= room and slots[index]:
@@ -176,6 +178,12 @@ class LocalCPUBackend:
                 assert extent is not None, "the plan made room"
             return extent
 
+    def reserve_row(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Extents of at least these bytes, one behind the other: entries that land together are READ in one stretch.
+        None, with nothing evicted and no slab opened, where there is no such room: `reserve` them one by one then."""
+        with self._lock:
+            return self._extents.reserve_row(sizes)
+
     def carve(self, extent: Extent, offset: int, nbytes: int) -> Extent:
         """Split [offset, offset+nbytes), counted from the extent's start, off a reserved extent.
 
@@ -203,24 +211,30 @@ class LocalCPUBackend:
 
     def publish_as(self, extent: Extent, identity: bytes, layout: Layout) -> Entry:
         """`publish` for who knows the layout already, and has 32 bytes of identity."""
-        size, offset, slot = layout.extent_bytes, extent.offset, extent.slot
         with self._lock:
-            self._extents.keep(extent, layout.nbytes)
-            old = self._index.get(identity)
-            if old is not None:
-                self._extents.free_entry(offset, size, slot)
-                self._policy.touched(identity, old.extent_bytes)
-                return old
-            generation = self._table.publish(
-                extent.record, identity, layout.nbytes, layout.rows, layout.dim, layout.dtype
-            )
-            entry = Entry(identity, layout, extent.slab, offset, slot, generation)
-            self._index[identity] = self._by_offset[offset] = entry
-            self._policy.added(identity, size)
-            self._used += size
-            if self._on_stored is not None:
-                self._on_stored(entry)
-            return entry
+            return self._publish(extent, identity, layout)
+
+    def publish_all(self, parts: Iterable[tuple[Extent, bytes, Layout]]) -> list[Entry]:
+        """`publish_as` for each of several. Nobody can evict one before all are there."""
+        with self._lock:
+            return [self._publish(extent, identity, layout) for extent, identity, layout in parts]
+
+    def _publish(self, extent: Extent, identity: bytes, layout: Layout) -> Entry:
+        size, offset, slot, slab = layout.extent_bytes, extent.offset, extent.slot, extent.slab
+        self._extents.keep(extent, layout.nbytes)
+        old = self._index.get(identity)
+        if old is not None:
+            self._extents.free_entry(offset, size, slot)
+            self._policy.touched(identity, old.extent_bytes)
+            return old
+        generation = self._table.publish(record_at(slab, slot), identity, layout)
+        entry = Entry(identity, layout, slab, offset, slot, generation)
+        self._index[identity] = self._by_offset[offset] = entry
+        self._policy.added(identity, size)
+        self._used += size
+        if self._on_stored is not None:
+            self._on_stored(entry)
+        return entry
 
     def publish_pinned(self, extent: Extent, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> Pin:
         """`publish`, and a pin on what is then there, before anybody can evict it."""
@@ -254,13 +268,13 @@ class LocalCPUBackend:
         self._pins[entry] = pins + 1
         if not pins:
             self._pinned += entry.layout.extent_bytes
-        return Pin(self, entry)
+        return Pin(entry, self)
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:
-            if pin._backend is None:
+            if pin.home is None:
                 return
-            pin._backend = None
+            pin.home = None
             entry = pin.entry
             pins = self._pins.pop(entry) - 1
             if pins:

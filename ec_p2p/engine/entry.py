@@ -12,7 +12,7 @@ import msgspec
 
 from ec_p2p.engine.arena import Slab
 from ec_p2p.engine.extents import whole_pages
-from ec_p2p.engine.generation import RECORD_BYTES, tensor_bytes
+from ec_p2p.engine.generation import record_at, tensor_bytes
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
     @property
     def record_offset(self) -> int:
         """Where the entry's record lies in the arena."""
-        return self.slab.offset + RECORD_BYTES * self.slot
+        return record_at(self.slab, self.slot)
 
     @property
     def extent_bytes(self) -> int:

@@ -10,14 +10,15 @@ range, and so no extent, ever spans two.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
 
 from ec_p2p.engine.arena import PAGE, Slab
-from ec_p2p.engine.generation import RECORD_BYTES, records_in, table_bytes
+from ec_p2p.engine.generation import landing_record_at, record_at, records_in, table_bytes
 
 OnSlab = Callable[[int, int], None]
 """Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise SlabRefused."""
@@ -71,7 +72,12 @@ class Extent(msgspec.Struct, eq=False):
     @property
     def record(self) -> int:
         """Byte offset of the extent's 64-byte record."""
-        return self.slab.offset + RECORD_BYTES * self.slot
+        return record_at(self.slab, self.slot)
+
+    @property
+    def landing_record(self) -> int:
+        """Byte offset of the 64 bytes into which the record of what lands in the extent is READ."""
+        return landing_record_at(self.slab, self.slot)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -140,11 +146,16 @@ class Extents:
         Passes on SlabRefused.
         """
         size = whole_pages(nbytes)
-        while (extent := self._take(size)) is None:
+        while (extents := self._take((size,))) is None:
             if self.open_slabs == len(self._slabs) or size > self.rooms[self.open_slabs]:
                 return None
             self._open_next()
-        return extent
+        return extents[0]
+
+    def reserve_row(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Fresh extents of these bytes, of which there is one at least, one behind the other. None when no free range
+        of an open slab has room for all."""
+        return self._take([whole_pages(nbytes) for nbytes in sizes])
 
     def carve(self, extent: Extent, offset: int, nbytes: int) -> Extent | None:
         """Split [offset, offset+nbytes), counted from the extent's start, off a reserved extent into one of its own.
@@ -218,21 +229,28 @@ class Extents:
         self._free_slots.append(self._numbers[records_in(slab) - 1 :: -1])
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 
-    def _take(self, size: int) -> Extent | None:
+    def _take(self, sizes: Sequence[int]) -> list[Extent] | None:
         if not any(self._free_slots):
             return None  # with many small entries there are many free ranges, and not one that can be used
-        for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):
+        total = sum(sizes)
+        for index in range(bisect_left(self._by_size, (total, 0)), len(self._by_size)):
             width, start = self._by_size[index]
-            slab = self.slab_of(start)
-            slots = self._free_slots[slab]
-            if slots:
+            number = self.slab_of(start)
+            slots = self._free_slots[number]
+            if len(slots) >= len(sizes):
                 del self._by_size[index], self._start_to_end[start]
-                if size < width:
-                    self._insert(start + size, start + width)
+                if total < width:
+                    self._insert(start + total, start + width)
                 else:
                     del self._end_to_start[start + width]
-                self.free_bytes -= size
-                return Extent(self._home, self._slabs[slab], start, size, slots.pop())
+                self.free_bytes -= total
+                slab = self._slabs[number]
+                taken = sorted(slots[-len(sizes) :])
+                del slots[-len(sizes) :]
+                return [
+                    Extent(self._home, slab, start, size, slot)
+                    for start, size, slot in zip(accumulate(sizes, initial=start), sizes, taken, strict=False)
+                ]
         return None
 
     def _give(self, start: int, end: int) -> None:

@@ -1,7 +1,7 @@
 """The generation table: 64 bytes per extent that tell a one-sided reader whether what it read was intact.
 
-Owns the layout of a record, where records lie in a slab, the order in which their words are written, and the counter of
-generations. Must never touch payload bytes or decide which extent lives.
+Owns the layout of a record, where records lie in a slab, our own and those that were READ, the order in which their
+words are written, and the counter of generations. Must never touch payload bytes or decide which extent lives.
 
 A reader takes the payload first and the record afterwards. It trusts the payload only if the record still names the
 generation and the identity it was promised. So generation 0 must be in the record before one byte of the extent
@@ -15,7 +15,7 @@ import platform
 import struct
 import sys
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ec_p2p.engine.arena import PAGE, Arena, Slab
 
@@ -47,6 +47,19 @@ _DTYPES = {
     "bool": (12, 1),
 }
 _NAMES = {code: name for name, (code, _) in _DTYPES.items()}
+
+
+class RecordedLayout(Protocol):
+    """What a record says of a payload, all of which passed `check`."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Record(NamedTuple):
@@ -96,19 +109,34 @@ def unpack(data: bytes | bytearray | memoryview) -> Record:
     return Record(generation, identity, nbytes, rows, dim, _NAMES.get(code, ""))
 
 
-def proves(record: Record, promised: Record) -> bool:
-    """Whether what was read before `record` is what was promised, and was whole for as long as it was being read."""
-    return record == promised and record.generation != 0
+def proves(record: bytes | memoryview, generation: int, identity: bytes, layout: RecordedLayout) -> bool:
+    """Whether what was read before these 64 bytes is what was promised, and was whole for as long as it was being
+    read."""
+    if not 0 < generation < 1 << 64 or layout.dtype not in _DTYPES:
+        return False
+    code, _ = _DTYPES[layout.dtype]
+    return record == _RECORD.pack(generation, identity, layout.nbytes, layout.rows, layout.dim, code)
 
 
 def records_in(slab: Slab) -> int:
     """Number of records, and so the largest number of extents, of a slab."""
-    return max(1, slab.nbytes // SLAB_BYTES_PER_RECORD)
+    return slab.nbytes // SLAB_BYTES_PER_RECORD or 1
 
 
 def table_bytes(slab: Slab) -> int:
-    """Bytes at the start of a slab that hold its records: whole pages."""
-    return -(-records_in(slab) * RECORD_BYTES // PAGE) * PAGE
+    """Bytes at the start of a slab that hold its records, and as many places for those of others: whole pages."""
+    return -(-2 * records_in(slab) * RECORD_BYTES // PAGE) * PAGE
+
+
+def record_at(slab: Slab, slot: int) -> int:
+    """Where the record of the extent with this slot is."""
+    return slab.offset + RECORD_BYTES * slot
+
+
+def landing_record_at(slab: Slab, slot: int) -> int:
+    """Where the record lands that proves what was READ into the extent with this slot. Not in the extent's own: whoever
+    READs from us could see half of one and half of the other there."""
+    return slab.offset + RECORD_BYTES * ((slab.nbytes // SLAB_BYTES_PER_RECORD or 1) + slot)
 
 
 class GenerationTable:
@@ -128,18 +156,15 @@ class GenerationTable:
         if not _STORES_STAY_IN_ORDER:
             self._fence()
 
-    def publish(self, offset: int, identity: bytes, nbytes: int, rows: int, dim: int, dtype: str) -> int:
-        """Fill the invalidated record at `offset`, whose payload is in place; returns its new generation.
-
-        The rest has passed `check`.
-        """
-        code, _ = _DTYPES[dtype]
-        generation = next(self._generations)
-        _AFTER_GENERATION.pack_into(self._arena.buffer, offset + 8, identity, nbytes, rows, dim, code)
+    def publish(self, offset: int, identity: bytes, layout: RecordedLayout) -> int:
+        """Fill the invalidated record at `offset`, whose payload is in place; returns its new generation."""
+        arena, generation = self._arena, next(self._generations)
+        code, _ = _DTYPES[layout.dtype]
+        _AFTER_GENERATION.pack_into(arena.buffer, offset + 8, identity, layout.nbytes, layout.rows, layout.dim, code)
         if not _STORES_STAY_IN_ORDER:
             self._fence()
         # One aligned 64-bit store: struct would write it byte by byte, and a reader could see half of two generations.
-        self._arena.words[offset // 8] = generation
+        arena.words[offset // 8] = generation
         return generation
 
     def read(self, offset: int) -> Record:

@@ -3,7 +3,8 @@
 Owns a stretch of the device's memory, which part of it is free, and a table for the records in the host's memory: the
 CPU has to look at those. It must never know what an extent holds, nor copy anything.
 
-It has the geometry of an arena of one slab: an extent's offset is beyond the table, and its record is in the table.
+It has the geometry of an arena of one slab: an extent's offset is beyond the table, and the place where its record
+lands is in the table.
 So a transport takes the table for its arena, and the device's memory for what lies beyond.
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from ec_p2p.engine.arena import PAGE, Slab
 from ec_p2p.engine.extents import Extent, Extents
-from ec_p2p.engine.generation import RECORD_BYTES, Record, table_bytes, unpack
+from ec_p2p.engine.generation import RECORD_BYTES, table_bytes
 from ec_p2p.engine.views import dtype_of
 from ec_p2p.node.device import Device
 
@@ -52,9 +53,9 @@ class DevicePool:
     def release(self, extent: Extent) -> None:
         self._extents.free(extent)
 
-    def record(self, extent: Extent) -> Record:
-        """What has landed as its record."""
-        return unpack(self._table[extent.record : extent.record + RECORD_BYTES])
+    def landed_record(self, extent: Extent) -> bytes:
+        """What has landed as the record of what has landed."""
+        return self._table[extent.landing_record : extent.landing_record + RECORD_BYTES]
 
     def view(self, extent: Extent, rows: int, dim: int, dtype: str) -> torch.Tensor:
         """A (rows, dim) tensor that aliases the extent."""

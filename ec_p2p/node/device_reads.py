@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
-from ec_p2p.engine.generation import RECORD_BYTES, check
+from ec_p2p.engine.generation import check
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Holder
 from ec_p2p.node.messages import READ_REASONS, DropEntry, PeerCard, PeerGone, ReadEnded, ReadEntry, ToLander
@@ -236,8 +236,7 @@ class DeviceReads:
             advert.state == EntryState.RESIDENT
             and peer is not None
             and peer.state is PeerState.READY
-            and peer.covers(advert.offset, advert.nbytes)
-            and peer.covers(advert.record, RECORD_BYTES)
+            and peer.covers(advert)
             and not self._rates.distrusted(info.incarnation)
             and _consistent(advert)
         ):

@@ -13,26 +13,29 @@ meanwhile. It must never hand out bytes that were not validated. One fetch per i
 
 The record of the extent is read only after its payload has arrived. The holder invalidates the record before it lets
 the extent be written again, so an unchanged record proves that the payload was whole all the time it was being read.
-The record lands right behind the payload, in the same extent: they live, and are quarantined, together.
+The record lands in a place that goes with the landing extent: they live, and are quarantined, together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+
+import msgspec
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
+from ec_p2p.engine.entry import Layout, layout_of
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, Record, proves, unpack
+from ec_p2p.engine.generation import RECORD_BYTES, proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.transfers import Leg, Transfers
-from ec_p2p.transport.interface import Span, Transport
+from ec_p2p.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -49,43 +52,37 @@ class Stage(Enum):
     GIVEN_UP = "about to fail"
 
 
+_TO_DRIVE = (Stage.NEXT_HOLDER, Stage.GIVEN_UP)
+"""Nothing is waited for."""
+
 Holder = tuple[NodeInfo, Advert]
 
 
-class Fetch:
-    """One entry on its way. Made and driven by Fetches."""
+class Fetch(msgspec.Struct, eq=False, gc=False):
+    """One entry on its way, from `source` as `advert` says. Made and driven by Fetches."""
 
-    __slots__ = (
-        "advert",
-        "extent",
-        "give_up_at",
-        "holders",
-        "identity",
-        "reason",
-        "source",
-        "stage",
-        "stage_deadline",
-        "started_at",
-    )
-
-    def __init__(self, identity: bytes, holders: list[Holder], now: float, give_up_at: float) -> None:
-        self.identity = identity
-        self.holders = holders
-        self.started_at = now
-        self.give_up_at = give_up_at
-        self.stage = Stage.NEXT_HOLDER
-        self.stage_deadline = give_up_at
-        self.source: NodeInfo = holders[0][0]
-        self.advert: Advert = holders[0][1]
-        self.extent: Extent | None = None
-        self.reason = ""
-        """Why it is given up."""
+    identity: bytes
+    source: NodeInfo
+    advert: Advert
+    holders: list[Holder]
+    """Who may be tried yet."""
+    started_at: float
+    give_up_at: float
+    stage_deadline: float
+    stage: Stage = Stage.NEXT_HOLDER
+    layout: Layout | None = None
+    """Of the entry that the advert promises. None: nothing that can be stored."""
+    extent: Extent | None = None
+    """Its landing memory, while no READ may write into it."""
+    reason: str = ""
+    """Why it is given up."""
 
 
 class Fetches:
     """All fetches of one node. Used by the node's loop only; `progress` never blocks.
 
-    Each fetch ends with one call of `on_landed(entry, fetch)` or `on_failed(identity, reason)`, never within `start`.
+    Each fetch ends in one call of `on_landed(landed)`, with (entry, when its fetch was started) of all that were whole
+    together, or of `on_failed(identity, reason)`; never within `start`.
     `still_wanted` tells whether anybody waits: a fetch that only waits for memory is dropped when nobody does.
     """
 
@@ -98,7 +95,7 @@ class Fetches:
         rates: Rates,
         counters: Tally,
         read_timeout_s: float,
-        on_landed: Callable[[Entry, Fetch], None],
+        on_landed: Callable[[list[tuple[Entry, float]]], None],
         on_failed: Callable[[bytes, str], None],
         still_wanted: Callable[[bytes], bool],
     ) -> None:
@@ -112,7 +109,7 @@ class Fetches:
         self._on_failed = on_failed
         self._still_wanted = still_wanted
         self._fetches: dict[bytes, Fetch] = {}
-        self._started: deque[Fetch] = deque()
+        self._failed_at_once: deque[Fetch] = deque()
         self._transfers: Transfers[Fetch] = Transfers(
             transport,
             memory.release,
@@ -143,13 +140,22 @@ class Fetches:
         """Payload bytes that are on their way from a holder, or about to be."""
         return self._transfers.outstanding(incarnation)
 
-    def start(self, identity: bytes, holders: Iterable[Holder], now: float, give_up_at: float) -> None:
-        """Have an entry fetched that some nodes advertise, in memory or on disk. There must be no fetch of it, and a
-        holder. Its READ leaves with the next `turn`, together with those of all that was started by then."""
-        fetch = Fetch(identity, list(holders), now, give_up_at)
-        self._fetches[identity] = fetch
-        self._started.append(fetch)
-        self._next_holder(fetch, now)
+    def start(self, wanted: Mapping[bytes, list[Holder]], now: float, give_up_at: float) -> None:
+        """Have entries fetched that some nodes advertise, in memory or on disk, next to each other where there is room.
+        There must be no fetch of them, and a holder of each. Their READs leave with the next `turn`, together with
+        those of all that was started by then."""
+        fetches = [
+            Fetch(identity, *holders[0], holders, now, give_up_at, give_up_at) for identity, holders in wanted.items()
+        ]
+        if len(fetches) > 1:
+            row = self._memory.reserve_row([fetch.advert.nbytes for fetch in fetches])
+            for fetch, extent in zip(fetches, row or (), strict=False):
+                fetch.extent = extent
+        for fetch in fetches:
+            self._fetches[fetch.identity] = fetch
+            self._next_holder(fetch, now)
+            if fetch.stage in _TO_DRIVE:
+                self._failed_at_once.append(fetch)
 
     def extend(self, identity: bytes, give_up_at: float) -> None:
         """Somebody who joins a running fetch may be more patient than those before."""
@@ -159,7 +165,7 @@ class Fetches:
     def peer_ready(self, peer: Peer, now: float) -> None:
         for fetch in list(self._fetches.values()):
             if fetch.stage is Stage.CONNECTING and fetch.source.incarnation == peer.info.incarnation:
-                self._connect(fetch, now)
+                self._connect(fetch, fetch.stage_deadline, now)
                 self._drive(fetch, now)
 
     def staged(self, incarnation: bytes, identity: bytes, advert: Advert | None, now: float) -> None:
@@ -169,13 +175,11 @@ class Fetches:
             return  # an answer that came too late
         if advert is None:
             self._failed_holder(fetch, "not_staged", now)
-        elif advert.state != EntryState.RESIDENT or _layout(advert) != _layout(fetch.advert):
+        elif advert.state != EntryState.RESIDENT or _layout(advert) != fetch.layout:
             self._failed_holder(fetch, "layout", now)
         else:
             fetch.advert = advert
-            fetch.stage = Stage.CONNECTING
-            fetch.stage_deadline = now + self._read_timeout_s
-            self._connect(fetch, now)
+            self._connect(fetch, now + self._read_timeout_s, now)
         self._drive(fetch, now)
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
@@ -186,8 +190,8 @@ class Fetches:
 
     def turn(self, now: float) -> None:
         """Look after what was started, and what is in flight."""
-        for _ in range(len(self._started)):
-            self._drive(self._started.popleft(), now)
+        for _ in range(len(self._failed_at_once)):
+            self._drive(self._failed_at_once.popleft(), now)
         self._transfers.turn(now)
 
     def progress(self, now: float) -> None:
@@ -207,7 +211,7 @@ class Fetches:
     def deadlines(self) -> Iterable[float]:
         """When there is something to do even if nothing is heard. Transfers are not listed: they are looked after all
         the time."""
-        if self._started or self._transfers.waiting:
+        if self._failed_at_once or self._transfers.waiting:
             yield 0.0
         for fetch in self._fetches.values():
             if fetch.stage is Stage.WAITING_MEMORY:
@@ -236,31 +240,32 @@ class Fetches:
                 return
 
     def _next_holder(self, fetch: Fetch, now: float) -> None:
-        if fetch.holders:
-            fetch.source, fetch.advert = fetch.holders.pop(0)
-            self._allocate(fetch, now)
-        else:
+        if not fetch.holders:
             self._give_up(fetch, "failed")
+            return
+        fetch.source, advert = fetch.holders.pop(0)
+        fetch.advert, fetch.layout, extent = advert, _layout(advert), fetch.extent
+        if fetch.layout is None:
+            # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything.
+            logger.warning("node %s advertises what cannot be stored: %s", fetch.source.name, advert)
+            self._failed_holder(fetch, "layout", now)
+        elif extent is not None and extent.nbytes >= advert.nbytes:
+            self._connect(fetch, now + self._read_timeout_s, now)
+        else:
+            self._drop_landing(fetch)
+            self._allocate(fetch, now)
 
     def _allocate(self, fetch: Fetch, now: float) -> None:
-        needed = landing_bytes(fetch.advert.nbytes)
-        if fetch.extent is not None and fetch.extent.nbytes < needed:
-            self._memory.release(fetch.extent)
-            fetch.extent = None
-        if fetch.extent is None:
-            try:
-                fetch.extent = self._memory.reserve(needed)
-            except TooLarge:
-                self._give_up(fetch, "too_large")
-                return
-            except OutOfMemory:
-                fetch.stage = Stage.WAITING_MEMORY
-                self._memory.wait(fetch, lambda now: self._memory_freed(fetch, now))
-                return
-        self._memory.leave(fetch)
-        fetch.stage = Stage.CONNECTING
-        fetch.stage_deadline = now + self._read_timeout_s
-        self._connect(fetch, now)
+        try:
+            fetch.extent = self._memory.reserve(fetch.advert.nbytes)
+        except TooLarge:
+            self._give_up(fetch, "too_large")
+        except OutOfMemory:
+            fetch.stage = Stage.WAITING_MEMORY
+            self._memory.wait(fetch, lambda now: self._memory_freed(fetch, now))
+        else:
+            self._memory.leave(fetch)
+            self._connect(fetch, now + self._read_timeout_s, now)
 
     def _memory_freed(self, fetch: Fetch, now: float) -> None:
         if self._still_wanted(fetch.identity):
@@ -269,13 +274,16 @@ class Fetches:
             self._give_up(fetch, "no_memory")
         self._drive(fetch, now)
 
-    def _connect(self, fetch: Fetch, now: float) -> None:
-        peer, advert = self._peers.get(fetch.source.incarnation), fetch.advert
+    def _connect(self, fetch: Fetch, deadline: float, now: float) -> None:
+        """READ from the source as soon as that can be done, until the deadline."""
+        fetch.stage, fetch.stage_deadline = Stage.CONNECTING, deadline
+        advert, incarnation = fetch.advert, fetch.source.incarnation
+        peer = self._peers.get(incarnation)
         if peer is None:
             return  # its adverts came before itself: wait for `peer_ready`
         if peer.state is PeerState.UNUSABLE:
             self._failed_holder(fetch, "unusable", now)
-        elif self._transfers.stuck(fetch.source.incarnation):
+        elif self._transfers.stuck(incarnation):
             self._failed_holder(fetch, "stuck", now)
         elif advert.state == EntryState.DISK:
             if peer.state is not PeerState.READY:
@@ -285,19 +293,13 @@ class Fetches:
                 fetch.stage_deadline = now + self._read_timeout_s
             else:
                 self._failed_holder(fetch, "not_asked", now)
-        elif peer.covers(advert.offset, advert.nbytes) and peer.covers(advert.record, RECORD_BYTES):
-            self._read(fetch)
+        elif peer.covers(advert):
+            extent, fetch.stage, fetch.extent = fetch.extent, Stage.READING, None
+            assert extent is not None
+            # Hands the landing memory over; it comes back with `_arrived` or `_broken`.
+            self._transfers.add(incarnation, Leg(fetch, extent, advert.offset, advert.record, advert.nbytes))
         else:
             self._peers.ask(peer, now)  # the holder's arena has grown since its card was read
-
-    def _read(self, fetch: Fetch) -> None:
-        """Hand the landing memory over; it comes back with `_arrived` or `_broken`."""
-        assert fetch.extent is not None
-        advert, extent = fetch.advert, fetch.extent
-        fetch.stage, fetch.extent = Stage.READING, None
-        payload = Span(advert.offset, extent.offset, advert.nbytes)
-        record = Span(advert.record, extent.offset + record_place(advert.nbytes), RECORD_BYTES)
-        self._transfers.add(fetch.source.incarnation, Leg(fetch, extent, payload, record))
 
     def _broken(self, fetch: Fetch, why: str, extent: Extent | None, now: float) -> None:
         fetch.extent = extent
@@ -305,33 +307,32 @@ class Fetches:
         self._failed_holder(fetch, why, now)
         self._drive(fetch, now)
 
-    def _arrived(self, fetch: Fetch, extent: Extent, now: float) -> None:
-        fetch.extent = extent
-        self._validate(fetch, now)
-        self._drive(fetch, now)
-
-    def _validate(self, fetch: Fetch, now: float) -> None:
-        assert fetch.extent is not None
-        advert = fetch.advert
-        start = fetch.extent.offset + record_place(advert.nbytes)
-        record = unpack(self._arena[start : start + RECORD_BYTES])
-        promised = Record(advert.generation, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype)
-        if not proves(record, promised):
-            self._failed_holder(fetch, "changed", now)
-            return
-        try:
-            entry = self._memory.publish(
-                fetch.extent, fetch.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype
+    def _arrived(self, legs: deque[Leg[Fetch]], now: float) -> None:
+        """All of one holder. What is whole becomes visible at once, and is told in one go."""
+        whole: list[Fetch] = []
+        parts: list[tuple[Extent, bytes, Layout]] = []
+        arena, peer, nbytes = self._arena, ("peer", legs[0].owner.source.name), 0
+        while legs:
+            leg = legs.popleft()
+            fetch, extent = leg.owner, leg.extent
+            layout, start = fetch.layout, extent.landing_record
+            assert layout is not None
+            if proves(arena[start : start + RECORD_BYTES], fetch.advert.generation, fetch.identity, layout):
+                whole.append(fetch)
+                parts.append((extent, fetch.identity, layout))
+                nbytes += layout.nbytes
+            else:
+                fetch.extent = extent
+                self._failed_holder(fetch, "changed", now)
+                self._drive(fetch, now)
+        if whole:
+            entries = self._memory.publish_all(parts)
+            for fetch in whole:
+                del self._fetches[fetch.identity]
+            self._counters.add_all(
+                (("fetches", (("outcome", "landed"), peer)), len(whole)), (("fetched_bytes", (peer,)), nbytes)
             )
-        except ValueError as error:
-            # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything.
-            logger.warning("node %s advertises what cannot be stored: %s", fetch.source.name, error)
-            self._failed_holder(fetch, "layout", now)
-            return
-        del self._fetches[fetch.identity]
-        self._counters.add("fetches", outcome="landed", peer=fetch.source.name)
-        self._counters.add("fetched_bytes", advert.nbytes, peer=fetch.source.name)
-        self._on_landed(entry, fetch)
+            self._on_landed([(entry, fetch.started_at) for entry, fetch in zip(entries, whole, strict=True)])
 
     # -------------------------------------------------------- endings
 
@@ -363,15 +364,10 @@ class Fetches:
             fetch.extent = None
 
 
-def _layout(advert: Advert) -> tuple[int, int, int, str]:
-    return advert.nbytes, advert.rows, advert.dim, advert.dtype
-
-
-def record_place(nbytes: int) -> int:
-    """Where the record lands, from the start of the landing extent."""
-    return -(-nbytes // RECORD_BYTES) * RECORD_BYTES
-
-
-def landing_bytes(nbytes: int) -> int:
-    """Size of the extent into which an entry of `nbytes` and its record land."""
-    return record_place(nbytes) + RECORD_BYTES
+def _layout(advert: Advert) -> Layout | None:
+    """Of the entry that is advertised; None where nothing is that could be stored."""
+    try:
+        layout = layout_of(advert.rows, advert.dim, advert.dtype)
+    except ValueError:
+        return None
+    return layout if layout.nbytes == advert.nbytes else None

@@ -21,6 +21,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -29,7 +30,7 @@ import torch
 
 from ec_p2p.config import Config
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, Record, proves
+from ec_p2p.engine.generation import proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.client import OLD_ARENA_S, Detached, NodeClient
 from ec_p2p.node.device import Device
@@ -39,7 +40,7 @@ from ec_p2p.node.network import hosts, interconnect_of
 from ec_p2p.node.pacing import TICK_S, nap_s
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.transfers import Leg, Transfers
-from ec_p2p.transport.interface import Span, TransportError
+from ec_p2p.transport.interface import TransportError
 from ec_p2p.transport.nixl import NixlTransport
 
 logger = logging.getLogger(__name__)
@@ -249,8 +250,7 @@ class Lander:
             return
         landing = Landing(self._client.incarnation, entry, extent)
         self._landings[landing.key] = landing
-        payload = Span(entry.offset, extent.offset, entry.nbytes)
-        self._transfers.add(entry.peer, Leg(landing, extent, payload, Span(entry.record, extent.record, RECORD_BYTES)))
+        self._transfers.add(entry.peer, Leg(landing, extent, entry.offset, entry.record, entry.nbytes))
 
     def _drop(self, key: tuple[bytes, int]) -> None:
         landing = self._landings.get(key)
@@ -276,16 +276,18 @@ class Lander:
 
     # -------------------------------------------------------- what became of a READ
 
-    def _arrived(self, landing: Landing, extent: Extent, now: float) -> None:
-        entry = landing.entry
-        promised = Record(entry.generation, entry.identity, entry.nbytes, entry.rows, entry.dim, entry.dtype)
-        if landing.stage is Stage.UNWANTED:
-            self._pool.release(extent)
-        elif not proves(self._pool.record(extent), promised):
-            self._broken(landing, "changed", extent, now)
-        else:
-            landing.stage = Stage.LANDED
-            self._answer(entry, "")
+    def _arrived(self, legs: deque[Leg[Landing]], now: float) -> None:
+        while legs:
+            leg = legs.popleft()
+            landing, extent = leg.owner, leg.extent
+            entry = landing.entry
+            if landing.stage is Stage.UNWANTED:
+                self._pool.release(extent)
+            elif not proves(self._pool.landed_record(extent), entry.generation, entry.identity, entry):
+                self._broken(landing, "changed", extent, now)
+            else:
+                landing.stage = Stage.LANDED
+                self._answer(entry, "")
 
     def _broken(self, landing: Landing, why: str, extent: Extent | None, now: float) -> None:
         """`extent` is None while it is in quarantine."""

@@ -15,27 +15,23 @@ import itertools
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 
 class Pin(Protocol):
     def close(self) -> None: ...
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False, gc=False):
     """One entry pinned for one want. Not thread-safe."""
 
-    __slots__ = ("_pin", "dispatched", "instance", "lease", "readers_left", "session", "want")
-
-    def __init__(self, lease: int, session: int, instance: str, want: int, readers: int, pin: Pin) -> None:
-        self.lease = lease
-        self.session = session
-        self.instance = instance
-        self.want = want
-        self.readers_left = set(range(readers))
-        self.dispatched = False
-        self._pin = pin
-
-    def end(self) -> None:
-        self._pin.close()
+    lease: int
+    session: int
+    instance: str
+    want: int
+    readers_left: set[int]
+    pin: Pin
+    dispatched: bool = False
 
 
 class Leases:
@@ -48,11 +44,12 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, session: int, instance: str, want: int, readers: int, pin: Pin) -> Lease:
-        """`session` is the scheduler's; the readers are the workers of the same `instance`."""
-        lease = Lease(next(self._next), session, instance, want, readers, pin)
-        self._leases[lease.lease] = lease
-        return lease
+    def grant(self, session: int, instance: str, want: int, readers: int, pin: Pin) -> int:
+        """`session` is the scheduler's; the readers are the workers of the same `instance`. Returns the lease's
+        number."""
+        number = next(self._next)
+        self._leases[number] = Lease(number, session, instance, want, set(range(readers)), pin)
+        return number
 
     def dispatched(self, lease: int, session: int) -> None:
         found = self._leases.get(lease)
@@ -99,4 +96,4 @@ class Leases:
     def _end(self, leases: Iterable[Lease]) -> None:
         for lease in list(leases):
             self._leases.pop(lease.lease, None)
-            lease.end()
+            lease.pin.close()

@@ -10,9 +10,10 @@ evicted, nor for how long somebody waits: who runs out of patience leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
+from ec_p2p.engine.entry import Layout
 from ec_p2p.engine.extents import Extent
 
 Wake = Callable[[float], object]
@@ -37,6 +38,10 @@ class Memory:
         """See LocalCPUBackend.reserve. Who gets OutOfMemory may `wait`; who gets TooLarge would wait in vain."""
         return self._backend.reserve(nbytes)
 
+    def reserve_row(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """See LocalCPUBackend.reserve_row."""
+        return self._backend.reserve_row(sizes)
+
     def release(self, extent: Extent) -> None:
         self._backend.release(extent)
         self.freed()
@@ -47,6 +52,12 @@ class Memory:
         entry = self._backend.publish(extent, identity, nbytes, rows, dim, dtype)
         self.freed()
         return entry
+
+    def publish_all(self, parts: Iterable[tuple[Extent, bytes, Layout]]) -> list[Entry]:
+        """`publish` for several at once: see LocalCPUBackend.publish_all."""
+        entries = self._backend.publish_all(parts)
+        self.freed()
+        return entries
 
     def freed(self) -> None:
         """Memory has become free, or evictable."""

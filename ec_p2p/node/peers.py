@@ -22,6 +22,7 @@ import zmq
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import (
     PROTOCOL_VERSION,
+    Advert,
     Card,
     CardRequest,
     FromPeer,
@@ -35,6 +36,7 @@ from ec_p2p.control.security import Security, secure_client, secure_server
 from ec_p2p.control.sockets import bound_port, open_socket, send_now
 from ec_p2p.curve import why_not
 from ec_p2p.dialling import Line
+from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.transport.interface import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,9 @@ class Peer:
         self.complained = False
         """Of not getting on with it, since that was last possible."""
 
-    def covers(self, offset: int, nbytes: int) -> bool:
-        return offset + nbytes <= self.registered
+    def covers(self, advert: Advert) -> bool:
+        """Whether its card tells how to read this entry of its arena, and the record."""
+        return max(advert.offset + advert.nbytes, advert.record + RECORD_BYTES) <= self.registered
 
 
 class Peers:

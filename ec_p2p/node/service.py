@@ -33,7 +33,7 @@ from ec_p2p.node import network
 from ec_p2p.node.clients import Clients
 from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
-from ec_p2p.node.fetch import Fetch, Fetches
+from ec_p2p.node.fetch import Fetches
 from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.loop import Loop, Part
@@ -349,14 +349,15 @@ class Node:
         self._wants.changed(entry.identity, time.monotonic())
         self._stage_requests.staged(entry)
 
-    def _on_landed(self, entry: Entry, fetch: Fetch) -> None:
-        self._wants.landed(entry, "remote", fetch.started_at)
-        self._stage_requests.staged(entry)
-        if self.config.share_fetched:
-            self._saving.advertise(entry)
+    def _on_landed(self, landed: list[tuple[Entry, float]]) -> None:
+        self._wants.landed(landed, "remote")
+        for entry, _ in landed:
+            self._stage_requests.staged(entry)
+            if self.config.share_fetched:
+                self._saving.advertise(entry)
 
     def _on_staged(self, entry: Entry, started_at: float) -> None:
-        self._wants.landed(entry, "disk", started_at)
+        self._wants.landed([(entry, started_at)], "disk")
         self._stage_requests.staged(entry)
         self._saving.advertise(entry)
 

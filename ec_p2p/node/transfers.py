@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.rates import Rates
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
@@ -41,16 +44,22 @@ wire needs. It bounds what a holder that hangs can put into quarantine."""
 _WINDOWS = 4
 """The bound has room for so many windows, at least: one holder that hangs is not to stop all others."""
 
+_PAYLOADS = ("transfers", (("of", "payloads"),))
+_RECORDS = ("transfers", (("of", "records"),))
+
 Owner = TypeVar("Owner")
 
 
-class Leg(NamedTuple, Generic[Owner]):
+class Leg(msgspec.Struct, Generic[Owner], frozen=True, eq=False, gc=False):
     """One entry's part of a transfer. It lands in `extent`, which is the transfer's until it is handed back."""
 
     owner: Owner
     extent: Extent
-    payload: Span
-    record: Span
+    payload: int
+    """Where its `nbytes` of payload are in the holder's arena."""
+    record: int
+    """Where its record is."""
+    nbytes: int
 
 
 class _End(Enum):
@@ -64,22 +73,22 @@ class _End(Enum):
     """It was never posted: the holder hangs, or the bound was reached."""
 
 
-class _Transfer(Generic[Owner]):
-    """`legs` are those not yet handed back. `end` is None while it may still move. `nbytes` are of payload, `memory` is
-    what it lands in."""
+class _Transfer(msgspec.Struct, Generic[Owner], eq=False):
+    """The two READs of a batch, one after the other. `legs` are those not yet handed back."""
 
-    __slots__ = ("deadline", "end", "legs", "memory", "nbytes", "of_records", "peer", "posted_at", "reading")
-
-    def __init__(self, peer: bytes, legs: deque[Leg[Owner]], now: float, deadline: float, *, of_records: bool) -> None:
-        self.peer = peer
-        self.legs = legs
-        self.nbytes = sum(leg.payload.nbytes for leg in legs)
-        self.memory = sum(leg.extent.nbytes for leg in legs)
-        self.of_records = of_records
-        self.posted_at = now
-        self.deadline = deadline
-        self.reading: Reading | None = None
-        self.end: _End | None = None
+    peer: bytes
+    legs: deque[Leg[Owner]]
+    nbytes: int
+    """Of payload."""
+    memory: int
+    """What it lands in."""
+    of_records: bool
+    """Whether it is at its second READ."""
+    posted_at: float = 0.0
+    deadline: float = 0.0
+    reading: Reading | None = None
+    end: _End | None = None
+    """None while it may still move."""
 
     @property
     def hurried(self) -> bool:
@@ -98,8 +107,9 @@ class _Detained(NamedTuple):
 class Transfers(Generic[Owner]):
     """Used by the node's loop only; nothing blocks, nothing is called back but from within `turn`.
 
-    Each leg ends with one call of `on_arrived(owner, extent, now)` or `on_broken(owner, why, extent, now)`; the extent
-    is the callee's then. It is None where the memory stays in quarantine, or was freed at once.
+    Each leg ends with `on_arrived(legs, now)`, which takes from the left what it has seen to, or with one call of
+    `on_broken(owner, why, extent, now)`; the extent is the callee's then. It is None where the memory stays in
+    quarantine, or was freed at once.
     """
 
     def __init__(
@@ -110,7 +120,7 @@ class Transfers(Generic[Owner]):
         counters: Tally,
         read_timeout_s: float,
         quarantine_bytes: int,
-        on_arrived: Callable[[Owner, Extent, float], None],
+        on_arrived: Callable[[deque[Leg[Owner]], float], None],
         on_broken: Callable[[Owner, str, Extent | None, float], None],
     ) -> None:
         self._transport = transport
@@ -150,11 +160,13 @@ class Transfers(Generic[Owner]):
     def stuck(self, peer: bytes) -> bool:
         """Whether nothing may be read from a holder now: it has not let go of memory, or all of them together hold too
         much."""
+        if not self._quarantine:
+            return False
         return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._bound
 
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
-        return sum(leg.payload.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
+        return sum(leg.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
 
     def add(self, peer: bytes, leg: Leg[Owner]) -> None:
         """Have an entry read from the holder with this incarnation, from the next `turn` on. It must not be `stuck`."""
@@ -165,7 +177,7 @@ class Transfers(Generic[Owner]):
         for transfer in list(self._in_flight):
             self._poll(transfer, now)
         while (peer := self._next_holder()) is not None:  # what breaks at once may be added again, for another holder
-            self._read(peer, self._take_batch(peer), now, of_records=False)
+            self._post(self._take_batch(peer), now)
 
     def settle(self) -> None:
         """Free what the library is done with by now."""
@@ -181,34 +193,41 @@ class Transfers(Generic[Owner]):
 
     def _next_holder(self) -> bytes | None:
         """One with something to post, and room in its window and below the bound."""
-        if not self._added or self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound:
+        if not self._added:
+            return None
+        if not self._in_flight and not self._quarantine:
+            return next(iter(self._added))
+        if self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound:
             return None
         return next((peer for peer in self._added if self._in_flight_bytes(peer) < self._window_bytes), None)
 
     def _in_flight_bytes(self, peer: bytes) -> int:
         return sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
 
-    def _take_batch(self, peer: bytes) -> deque[Leg[Owner]]:
+    def _take_batch(self, peer: bytes) -> _Transfer[Owner]:
         legs = self._added[peer]
         batch = take_batch(legs, min(BATCH_BYTES, self._window_bytes))
         if not legs:
             del self._added[peer]
-        return batch
+        return self._transfer(peer, batch)
 
-    def _read(self, peer: bytes, legs: deque[Leg[Owner]], now: float, *, of_records: bool) -> None:
-        spans = [leg.record for leg in legs] if of_records else [leg.payload for leg in legs if leg.payload.nbytes]
-        if not spans:
-            self._read(peer, legs, now, of_records=True)
-            return
-        transfer = _Transfer(peer, legs, now, now + self._read_timeout_s, of_records=of_records)
+    def _transfer(self, peer: bytes, legs: deque[Leg[Owner]]) -> _Transfer[Owner]:
+        nbytes, memory = sum([leg.nbytes for leg in legs]), sum([leg.extent.nbytes for leg in legs])
+        transfer = _Transfer(peer, legs, nbytes, memory, of_records=not nbytes)
         self._in_flight.append(transfer)
+        return transfer
+
+    def _post(self, transfer: _Transfer[Owner], now: float) -> None:
+        """Begin its next READ."""
+        transfer.posted_at, transfer.deadline = now, now + self._read_timeout_s
+        transfer.end = _End.REFUSED
         try:
-            transfer.reading = self._transport.read(peer.hex(), spans)
+            transfer.reading = self._transport.read(transfer.peer.hex(), _spans(transfer))
         except TransportError as error:
-            logger.info("READ from %s refused: %s", peer.hex()[:8], error)
-            transfer.end = _End.REFUSED
+            logger.info("READ from %s refused: %s", transfer.peer.hex()[:8], error)
         else:
-            self._counters.add("transfers", of="records" if of_records else "payloads")
+            transfer.end = None
+            self._counters.count(_RECORDS if transfer.of_records else _PAYLOADS)
         self._poll(transfer, now)
 
     def _poll(self, transfer: _Transfer[Owner], now: float) -> None:
@@ -217,15 +236,16 @@ class Transfers(Generic[Owner]):
         if transfer.end is None:
             return
         if transfer.end is _End.ARRIVED and not transfer.of_records:
-            self._in_flight.remove(transfer)
             self._rates.observe(transfer.peer, transfer.nbytes, transfer.posted_at)
-            self._read(transfer.peer, transfer.legs, now, of_records=True)
+            transfer.of_records = True
+            self._post(transfer, now)
             return
-        while transfer.legs:  # one by one: should a callee raise, the next turn goes on with the others
-            leg = transfer.legs.popleft()
+        # Should a callee raise, the next turn goes on with the others.
+        while transfer.legs:
             if transfer.end is _End.ARRIVED:
-                self._on_arrived(leg.owner, leg.extent, now)
+                self._on_arrived(transfer.legs, now)
             else:
+                leg = transfer.legs.popleft()
                 extent = None if transfer.end is _End.LATE else leg.extent
                 self._on_broken(leg.owner, transfer.end.value, extent, now)
         self._in_flight.remove(transfer)
@@ -250,9 +270,7 @@ class Transfers(Generic[Owner]):
     def _give_up_behind(self, late: bytes, now: float) -> None:
         """What waits behind a late READ would wait as long, and is not to be read from a holder that is stuck now."""
         for peer in [peer for peer in self._added if peer == late or self.stuck(peer)]:
-            transfer = _Transfer(peer, self._added.pop(peer), now, now, of_records=False)
-            transfer.end = _End.STUCK
-            self._in_flight.append(transfer)
+            self._transfer(peer, self._added.pop(peer)).end = _End.STUCK
 
     def _settled(self, held: _Detained) -> bool:
         """Free the memory, if nothing can write into it any more."""
@@ -267,8 +285,33 @@ class Transfers(Generic[Owner]):
 def take_batch(legs: deque[Leg[Owner]], most_bytes: int) -> deque[Leg[Owner]]:
     """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and `most_bytes`, or one."""
     batch = deque([legs.popleft()])
-    nbytes = batch[0].payload.nbytes
-    while legs and len(batch) < BATCH_LEGS and nbytes + legs[0].payload.nbytes <= most_bytes:
-        nbytes += legs[0].payload.nbytes
+    nbytes = batch[0].nbytes
+    while legs and len(batch) < BATCH_LEGS:
+        nbytes += legs[0].nbytes
+        if nbytes > most_bytes:
+            break
         batch.append(legs.popleft())
     return batch
+
+
+def _spans(transfer: _Transfer[Owner]) -> list[Span]:
+    legs = transfer.legs
+    if transfer.of_records:
+        return stretches([(leg.record, leg.extent.landing_record, RECORD_BYTES) for leg in legs])
+    return stretches([(leg.payload, leg.extent.offset, leg.nbytes) for leg in legs])
+
+
+def stretches(parts: Iterable[tuple[int, int, int]]) -> list[Span]:
+    """Spans of (remote, local, bytes): what lies behind the one before on both sides goes with it."""
+    spans: list[Span] = []
+    remote = local = nbytes = 0
+    for source, target, size in parts:
+        if source == remote + nbytes and target == local + nbytes:
+            nbytes += size
+        else:
+            if nbytes:
+                spans.append(Span(remote, local, nbytes))
+            remote, local, nbytes = source, target, size
+    if nbytes:
+        spans.append(Span(remote, local, nbytes))
+    return spans

@@ -5,39 +5,39 @@ Owns no more than that: `Wants` decides what comes next.
 
 from __future__ import annotations
 
-from collections import Counter
+import msgspec
 
 from ec_p2p.node.messages import Want
 from ec_p2p.node.sessions import Session
 
 
-class Waiting:
-    """One want with unanswered items."""
+class Waiting(msgspec.Struct, eq=False):
+    """One want with unanswered items, which are said by their indices."""
 
-    __slots__ = (
-        "deadline",
-        "expect_until",
-        "expecting",
-        "failures",
-        "instance",
-        "looked",
-        "off_device",
-        "open",
-        "session",
-        "staged",
-        "want",
+    session: Session
+    instance: str
+    want: Want
+    deadline: float
+    expect_until: float
+    expecting: bool
+    open: set[int]
+    off_device: set[int]
+    """Those that do not land on devices, or have failed to."""
+    staged: set[int] = msgspec.field(default_factory=set)
+    looked: set[int] = msgspec.field(default_factory=set)
+    failures: dict[int, int] = msgspec.field(default_factory=dict)
+
+
+def waiting_for(session: Session, want: Want, now: float) -> Waiting:
+    """Nothing is answered yet."""
+    items = range(len(want.items))
+    return Waiting(
+        session,
+        session.attach.instance,
+        want,
+        now + want.wait_ms / 1000,
+        now + want.expect_ms / 1000,
+        want.expect_ms > 0,
+        set(items),
+        set() if want.landing == "device" else set(items),
     )
-
-    def __init__(self, session: Session, want: Want, now: float) -> None:
-        self.session = session
-        self.want = want
-        self.instance = session.attach.instance
-        self.deadline = now + want.wait_ms / 1000
-        self.expect_until = now + want.expect_ms / 1000
-        self.expecting = want.expect_ms > 0
-        self.open = set(range(len(want.items)))
-        self.staged: set[int] = set()
-        self.looked: set[int] = set()
-        self.off_device = set() if want.landing == "device" else self.open.copy()
-        """Items that do not land on devices, or have failed to."""
-        self.failures: Counter[int] = Counter()

@@ -19,20 +19,19 @@ HOPELESS is NEW without the fetches that it would start, and without the waiting
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.device_reads import DeviceRead, DeviceReads
-from ec_p2p.node.fetch import Fetches, Holder, landing_bytes
+from ec_p2p.node.fetch import Fetches, Holder
 from ec_p2p.node.fetch_policy import FetchPolicy
 from ec_p2p.node.leases import Leases, Pin
 from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
 from ec_p2p.node.sessions import Session
 from ec_p2p.node.staging import Staging
-from ec_p2p.node.waiting import Waiting
+from ec_p2p.node.waiting import Waiting, waiting_for
 
 
 class Sources(Protocol):
@@ -84,7 +83,8 @@ class Wants:
         self._send = send
         self._readers_ready = readers_ready
         self._waiting: dict[tuple[int, int], Waiting] = {}
-        self._by_identity: dict[bytes, set[tuple[tuple[int, int], int]]] = defaultdict(set)
+        self._by_identity: dict[bytes, list[tuple[Waiting, int]]] = {}
+        """Unanswered items, with their indices."""
         self._begun: list[Waiting] = []
 
     def __len__(self) -> int:
@@ -94,18 +94,15 @@ class Wants:
         """Answer what can be answered at once; keep the rest until it lands, fails or is late."""
         if (session.sid, want.want) in self._waiting:
             self.forget(session, want.want)  # an id that is used twice: its items must not be taken for the new ones
-        waiting = Waiting(session, want, now)
+        waiting = waiting_for(session, want, now)
         self._waiting[session.sid, want.want] = waiting
         if not self._readers_ready(session, want.readers):
             for index in range(len(want.items)):
                 self._missing(waiting, index, "no_readers")
         else:
-            # First what is here: it is leased before a fetch of the others makes room for itself.
-            absent = [index for index in self._refuse_what_cannot_fit(waiting) if not self._answer_here(waiting, index)]
-            for index in absent:
-                self._seek(waiting, index, now)
+            self._begin(waiting, now)
         for index in waiting.open:
-            self._by_identity[want.items[index].identity].add(((session.sid, want.want), index))
+            self._by_identity.setdefault(want.items[index].identity, []).append((waiting, index))
         if waiting.open:
             self._begun.append(waiting)
         self._retire(waiting)
@@ -130,7 +127,7 @@ class Wants:
         self._leases.end_all(session.sid)
 
     def wanted(self, identity: bytes) -> bool:
-        return bool(self._by_identity.get(identity))
+        return identity in self._by_identity
 
     def changed(self, identity: bytes, now: float) -> None:
         """Something about this entry is new: stored here, advertised elsewhere, or its fetch ended."""
@@ -138,19 +135,23 @@ class Wants:
             self._try(waiting, index, now)
             self._retire(waiting)
 
-    def landed(self, entry: Entry, source: str, started_at: float) -> None:
-        """A fetch ('remote') or a staging ('disk') has landed: everybody who waited gets a lease before anything else
-        may evict the entry."""
-        for waiting, index in self._waiters(entry.identity):
-            self._answer(waiting, index, entry, source, started_at)
-            self._retire(waiting)
+    def landed(self, landed: Iterable[tuple[Entry, float]], source: str) -> None:
+        """Entries, and when their fetches ('remote') or stagings ('disk') were started, have landed: everybody who
+        waited gets a lease before anything else may evict one of them."""
+        promised = 0
+        for entry, started_at in landed:
+            for waiting, index in self._by_identity.pop(entry.identity, ()):
+                promised += self._answer(waiting, index, entry, source, time.monotonic() - started_at)
+                if not waiting.open:
+                    self._retire(waiting)
+        self._counters.add("wants", promised, outcome=source)
 
     def landed_on_device(self, read: DeviceRead) -> None:
         """The readers of an instance have the entry. Whoever of it waited for that gets a lease: not a want with more
         readers, for they would not find it, nor with fewer, which has a READ of its own."""
         for waiting, index in self._waiters(read.identity, read.instance):
             if index not in waiting.off_device and waiting.want.readers == read.readers:
-                self._answer_on_device(waiting, index, read, "remote", read.started_at)
+                self._answer_on_device(waiting, index, read, "remote", time.monotonic() - read.started_at)
                 self._retire(waiting)
 
     def not_on_device(self, instance: str, identity: bytes, now: float) -> None:
@@ -165,8 +166,8 @@ class Wants:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
         for waiting, index in self._waiters_for_the_arena(identity):
             if reason == "failed":
-                waiting.failures[index] += 1
-                if waiting.failures[index] == _FETCHES:
+                waiting.failures[index] = failures = waiting.failures.get(index, 0) + 1
+                if failures == _FETCHES:
                     waiting.looked.discard(index)  # a holder may have written it there since the look before the fetch
                 self._try(waiting, index, now)
             else:
@@ -202,11 +203,34 @@ class Wants:
 
     # -------------------------------------------------------- inside
 
-    def _refuse_what_cannot_fit(self, waiting: Waiting) -> list[int]:
+    def _begin(self, waiting: Waiting, now: float) -> None:
+        """Answer what is here, and seek the rest."""
+        identities = [item.identity for item in waiting.want.items]
+        holders = {each: self._sources.holders(each) for each in identities if self._backend.peek(each) is None}
+        # First what is here: it is leased before a fetch of the others makes room for itself.
+        fitting = self._refuse_what_cannot_fit(waiting, identities, holders)
+        absent = [index for index in fitting if not self._answer_here(waiting, index)]
+        # One of them that is wanted twice is fetched once.
+        fetched: dict[bytes, list[Holder]] = {}
+        for index in absent:
+            identity = identities[index]
+            if identity not in fetched:
+                found = self._seek(waiting, index, holders.get(identity, []), now)
+                if found:
+                    fetched[identity] = found
+        if fetched:
+            self._fetches.start(fetched, now, waiting.deadline)
+
+    def _refuse_what_cannot_fit(
+        self, waiting: Waiting, identities: list[bytes], holders: dict[bytes, list[Holder]]
+    ) -> list[int]:
         """Indices worth trying; the others could never be in the arena together with those before them."""
-        if len(waiting.want.items) == 1:
+        if len(identities) == 1:
             return [0]  # the fetch itself finds out
-        sizes = [self._known_size(item.identity) for item in waiting.want.items]
+        sizes = [
+            found[0][1].nbytes if (found := holders.get(identity)) else self._size_here(identity)
+            for identity in identities
+        ]
         if self._backend.fits_together(sizes):
             return list(range(len(sizes)))
         fitting: list[int] = []
@@ -217,55 +241,50 @@ class Wants:
                 fitting.append(index)
         return fitting
 
-    def _known_size(self, identity: bytes) -> int:
-        entry = self._backend.peek(identity)
-        if entry is not None:
-            return entry.nbytes
-        filed = self._staging.find(identity)
-        if filed is not None:
-            return filed.nbytes
-        for _, advert in self._sources.holders(identity):
-            return landing_bytes(advert.nbytes)
-        return 0
+    def _size_here(self, identity: bytes) -> int:
+        """0: it is not here."""
+        found = self._backend.peek(identity) or self._staging.find(identity)
+        return found.nbytes if found else 0
 
     def _try(self, waiting: Waiting, index: int, now: float) -> None:
-        if not self._answer_here(waiting, index):
-            self._seek(waiting, index, now)
+        if self._answer_here(waiting, index):
+            return
+        identity = waiting.want.items[index].identity
+        holders = self._seek(waiting, index, self._sources.holders(identity), now)
+        if holders:
+            self._fetches.start({identity: holders}, now, waiting.deadline)
 
-    def _seek(self, waiting: Waiting, index: int, now: float) -> None:
-        """Have the item brought, or wait for whoever makes it, or answer that there is no way."""
+    def _seek(self, waiting: Waiting, index: int, holders: list[Holder], now: float) -> list[Holder]:
+        """Have the item brought, or wait for whoever makes it, or answer that there is no way. Returns those of the
+        `holders` from whom it is to be fetched, which is the caller's part."""
         item = waiting.want.items[index]
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
-            return
+            return []
         if self._device_read(waiting, index) is not None:
-            return
+            return []
         if self._bring_from_disk(waiting, index, now):
-            return
-        hopeless = waiting.failures[index] >= _FETCHES
-        if not waiting.want.local_only and not hopeless:
-            holders = self._sources.holders(item.identity)
+            return []
+        hopeless = waiting.failures.get(index, 0) >= _FETCHES
+        if holders and not waiting.want.local_only and not hopeless:
             fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
             against = self._policy.against(fitting) if fitting and item.can_encode else ""
             if against:
                 self._missing(waiting, index, against)
-                return
+                return []
             if fitting and index not in waiting.off_device:
                 readers = waiting.want.readers
                 if self._device_reads.bring(waiting.instance, readers, item.identity, fitting, now, waiting.deadline):
-                    return
+                    return []
                 waiting.off_device.add(index)
-            if fitting:
-                self._fetches.start(item.identity, fitting, now, waiting.deadline)
-                return
-            if holders:
+            if not fitting:
                 self._missing(waiting, index, "rows")
-                return
+            return fitting
         if self._look_into_the_folder(waiting, index):
-            return
-        if not hopeless and (waiting.expecting or self._being_encoded(waiting, item.identity)):
-            return
-        self._missing(waiting, index, "failed" if waiting.failures[index] else "no_source")
+            return []
+        if hopeless or not (waiting.expecting or self._being_encoded(waiting, item.identity)):
+            self._missing(waiting, index, "failed" if waiting.failures.get(index) else "no_source")
+        return []
 
     def _answer_here(self, waiting: Waiting, index: int) -> bool:
         """Answer with the entry in the arena, or in the devices of the readers, if there is one."""
@@ -275,10 +294,11 @@ class Wants:
             read = self._device_read(waiting, index)
             if read is None or not read.landed:
                 return False
-            self._answer_on_device(waiting, index, read, "local", None)
+            self._answer_on_device(waiting, index, read, "local", 0.0)
             return True
         self._on_used(entry)
-        self._answer(waiting, index, entry, "local", None)
+        promised = self._answer(waiting, index, entry, "local", 0.0)
+        self._counters.add("wants", promised, outcome="local")
         return True
 
     def _device_read(self, waiting: Waiting, index: int) -> DeviceRead | None:
@@ -322,55 +342,41 @@ class Wants:
 
     def _waiters(self, identity: bytes, instance: str | None = None) -> list[tuple[Waiting, int]]:
         """Unanswered items of that identity, of one instance or of all."""
-        found = []
-        for key, index in sorted(self._by_identity.get(identity, ())):
-            waiting = self._waiting.get(key)
-            if waiting is not None and index in waiting.open and instance in (None, waiting.instance):
-                found.append((waiting, index))
-        return found
+        found = self._by_identity.get(identity, ())
+        return [each for each in found if instance is None or each[0].instance == instance]
 
     def _waiters_for_the_arena(self, identity: bytes) -> list[tuple[Waiting, int]]:
         """Those whom it concerns what becomes of the entry there: the others are about to have it on their devices."""
         return [found for found in self._waiters(identity) if self._device_read(*found) is None]
 
-    def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, fetch_started_at: float | None) -> None:
+    def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, seconds: float) -> int:
+        """Answer with the entry. Returns how many were promised, which the caller counts: 1, or 0."""
         if index not in waiting.open:
-            return
-        if waiting.want.items[index].rows not in (0, entry.rows):
+            return 0
+        want, layout = waiting.want, entry.layout
+        if want.items[index].rows not in (0, layout.rows):
+            self._missing(waiting, index, "rows")
+            return 0
+        lease = self._lease(waiting, index, self._backend.pin(entry))
+        place = (entry.offset, layout.nbytes, layout.rows, layout.dim, layout.dtype)
+        self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds))
+        return 1
+
+    def _answer_on_device(self, waiting: Waiting, index: int, read: DeviceRead, source: str, seconds: float) -> None:
+        want, advert = waiting.want, read.advert
+        if want.items[index].rows not in (0, advert.rows):
             self._missing(waiting, index, "rows")
             return
-        pin = self._backend.pin(entry)
-        place = (entry.offset, entry.nbytes, entry.rows, entry.dim, entry.dtype)
-        self._promise(waiting, index, pin, place, source, fetch_started_at)
-
-    def _answer_on_device(
-        self, waiting: Waiting, index: int, read: DeviceRead, source: str, started_at: float | None
-    ) -> None:
-        advert = read.advert
-        if waiting.want.items[index].rows not in (0, advert.rows):
-            self._missing(waiting, index, "rows")
-            return
-        pin = self._device_reads.pin(read)
-        place = (0, advert.nbytes, advert.rows, advert.dim, advert.dtype)
-        self._promise(waiting, index, pin, place, source, started_at, read.read)
-
-    def _promise(
-        self,
-        waiting: Waiting,
-        index: int,
-        pin: Pin,
-        place: tuple[int, int, int, int, str],
-        source: str,
-        started_at: float | None,
-        read: int = 0,
-    ) -> None:
-        """Lease what is pinned. place: offset, bytes, rows, dim and dtype; read: see Landed."""
-        want, session = waiting.want, waiting.session
-        lease = self._leases.grant(session.sid, waiting.instance, want.want, want.readers, pin)
-        self._close_item(waiting, index)
-        seconds = 0.0 if started_at is None else time.monotonic() - started_at
+        lease = self._lease(waiting, index, self._device_reads.pin(read))
         self._counters.add("wants", outcome=source)
-        self._send(session, Landed(want.want, index, lease.lease, *place, source, seconds, read))
+        place = (0, advert.nbytes, advert.rows, advert.dim, advert.dtype)
+        self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds, read.read))
+
+    def _lease(self, waiting: Waiting, index: int, pin: Pin) -> int:
+        """Promise what is pinned, which is the item's answer."""
+        want = waiting.want
+        self._close_item(waiting, index)
+        return self._leases.grant(waiting.session.sid, waiting.instance, want.want, want.readers, pin)
 
     def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
         if index not in waiting.open:
@@ -383,8 +389,8 @@ class Wants:
         waiting.open.discard(index)
         identity = waiting.want.items[index].identity
         waiters = self._by_identity.get(identity)
-        if waiters is not None:
-            waiters.discard(((waiting.session.sid, waiting.want.want), index))
+        if waiters and (waiting, index) in waiters:  # not, while its want begins
+            waiters.remove((waiting, index))
             if not waiters:
                 del self._by_identity[identity]
 

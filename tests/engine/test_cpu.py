@@ -8,6 +8,7 @@ import pytest
 from ec_p2p.engine import victims
 from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
+from ec_p2p.engine.entry import layout_of
 from ec_p2p.engine.extents import Extent, ExtentError
 from ec_p2p.engine.generation import RECORD_BYTES, unpack
 from tests.engine.tiers import entries_of
@@ -85,6 +86,22 @@ def test_the_first_entry_of_an_identity_wins(one: Backend) -> None:
     assert one.log == [("slab", 0), ("stored", 7)]
     with pytest.raises(ExtentError):
         one.cpu.release(second)
+
+
+def test_several_become_visible_together_and_the_first_of_an_identity_wins(one: Backend) -> None:
+    old = one.store(7, 2)
+    layout = layout_of(1, 2 * PAGE, "uint8")
+    row = one.cpu.reserve_row([2 * PAGE] * 3)
+    assert row is not None
+    first, same, again = one.cpu.publish_all(
+        [(extent, identity(n), layout) for extent, n in zip(row, (8, 7, 8), strict=True)]
+    )
+    assert (same, again) == (old, first)
+    assert first.offset == row[0].offset
+    assert [one.cpu.peek(identity(n)) for n in (7, 8)] == [old, first]
+    assert one.cpu.used_bytes == 4 * PAGE
+    assert one.cpu.reserved_bytes == 0
+    assert one.log == [("slab", 0), ("stored", 7), ("stored", 8)]
 
 
 def test_what_does_not_fit_a_record_stays_reserved(one: Backend) -> None:

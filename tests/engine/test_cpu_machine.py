@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -107,10 +109,13 @@ class CpuMachine(RuleBasedStateMachine):
         users += [stored.entry.slab for stored in self.stored if stored.pins or not without_evictable]
         return sum(user.offset == slab * SLAB for user in users)
 
-    def has_room(self, pages: int, without_evictable: bool) -> bool:
+    def has_room(
+        self, pages: int, without_evictable: bool, records: int = 1, slabs: Sequence[int] = range(len(ROOMS))
+    ) -> bool:
         free = self.free_pages(without_evictable)
-        for slab, (first, end) in enumerate(ROOMS):
-            if self.records_used(slab, without_evictable) == RECORDS[slab]:
+        for slab in slabs:
+            first, end = ROOMS[slab]
+            if self.records_used(slab, without_evictable) + records > RECORDS[slab]:
                 continue
             for start in range(first, end - pages + 1):
                 if free.issuperset(range(start, start + pages)):
@@ -164,6 +169,27 @@ class CpuMachine(RuleBasedStateMachine):
         held = Held(extent, extent.offset // PAGE, taken)
         self.held.append(held)
         return held
+
+    @rule(target=reservations, sizes=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=5))
+    def reserve_row(self, sizes: list[int]) -> object:
+        opened = range(len(self.opened))
+        pages = [max(1, -(-nbytes // PAGE)) for nbytes in sizes]
+        fits = self.has_room(sum(pages), without_evictable=False, records=len(sizes), slabs=opened)
+        free = self.free_pages(without_evictable=False)
+        row = self.cpu.reserve_row(sizes)
+        assert not self.evicted
+        assert len(self.opened) == len(opened)
+        assert (row is not None) == fits
+        held = []
+        for extent, size in zip(row or (), pages, strict=row is not None):
+            held.append(Held(extent, extent.offset // PAGE, pages_of(extent.offset, size * PAGE)))
+            assert extent.nbytes == size * PAGE
+            assert held[-1].pages <= free
+        for one, next_one in itertools.pairwise(held):
+            assert one.extent.offset + one.extent.nbytes == next_one.extent.offset
+            assert one.extent.record < next_one.extent.record
+        self.held += held
+        return multiple(*held)
 
     @rule(target=reservations, held=reservations, offset=st.integers(-1, 15), pages=st.integers(0, 8))
     def carve(self, held: Held, offset: int, pages: int) -> object:

@@ -114,6 +114,27 @@ def test_a_range_without_a_record_to_spare_is_passed_over(extents: Extents) -> N
     assert reserve(extents, 1).offset == held[2].offset
 
 
+def test_a_row_lies_side_by_side_with_its_records_in_order(extents: Extents) -> None:
+    for extent in [reserve(extents, 1) for _ in range(3)]:
+        extents.free(extent)
+    row = extents.reserve_row([PAGE, 3 * PAGE - 1, 1])
+    assert row is not None
+    assert [(extent.offset // PAGE, extent.nbytes // PAGE) for extent in row] == [(1, 1), (2, 3), (5, 1)]
+    assert [extent.record for extent in row] == [0, 64, 128]
+    for extent in row:
+        extents.free(extent)
+    assert free_ranges(extents) == [(PAGE, SLAB)]
+
+
+@pytest.mark.parametrize("sizes", [[8 * PAGE, 8 * PAGE], [PAGE] * 5], ids=["no room", "no records"])
+def test_a_row_that_no_open_slab_takes_opens_none(extents: Extents, sizes: list[int]) -> None:
+    assert extents.reserve_row([PAGE]) is None
+    extents.free(reserve(extents, 1))
+    assert extents.reserve_row(sizes) is None
+    assert extents.open_slabs == 1
+    assert free_ranges(extents) == [(PAGE, SLAB)]
+
+
 def test_slabs_with_room_are_told(extents: Extents) -> None:
     assert extents.slabs_with(PAGE) == set()
     reserve(extents, 10)

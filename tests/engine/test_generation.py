@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine.arena import PAGE, Arena, Slab
+from ec_p2p.engine.entry import layout_of
 from ec_p2p.engine.generation import (
     RECORD_BYTES,
     GenerationTable,
     Record,
     check,
     itemsize,
+    landing_record_at,
     pack,
+    proves,
+    record_at,
     records_in,
     table_bytes,
     unpack,
@@ -92,20 +96,56 @@ def test_what_cannot_be_a_record_is_refused(fields: tuple[bytes, int, int, int, 
         pack(Record(1, *fields))
 
 
-def test_tables_are_whole_pages_with_a_record_per_16_kib() -> None:
-    assert (records_in(Slab(0, 256 << 20)), table_bytes(Slab(0, 256 << 20))) == (16384, 1 << 20)
+def test_tables_are_whole_pages_with_two_records_per_16_kib() -> None:
+    assert (records_in(Slab(0, 256 << 20)), table_bytes(Slab(0, 256 << 20))) == (16384, 2 << 20)
     assert (records_in(Slab(0, 80 << 10)), table_bytes(Slab(0, 80 << 10))) == (5, PAGE)
     assert (records_in(Slab(0, PAGE)), table_bytes(Slab(0, PAGE))) == (1, PAGE)
+
+
+@pytest.mark.parametrize("nbytes", [2 * PAGE, 80 << 10, 256 << 20])
+def test_what_lands_as_a_record_has_a_place_of_its_own_in_the_table(nbytes: int) -> None:
+    slab = Slab(4 << 30, nbytes)
+    slots = range(records_in(slab))
+    ours = [record_at(slab, slot) for slot in slots]
+    landing = [landing_record_at(slab, slot) for slot in slots]
+    places = [*ours, *landing]
+    assert places == list(range(slab.offset, slab.offset + len(places) * RECORD_BYTES, RECORD_BYTES))
+    assert places[-1] + RECORD_BYTES <= slab.offset + table_bytes(slab)
+
+
+def test_a_record_proves_what_it_says_and_nothing_else() -> None:
+    layout = layout_of(3, 2, "float32")
+    record = pack(Record(7, IDENTITY, 24, 3, 2, "float32"))
+    assert proves(record, 7, IDENTITY, layout)
+    assert proves(memoryview(record), 7, IDENTITY, layout)
+    assert not proves(record, 8, IDENTITY, layout)
+    assert not proves(record, 7, bytes(32), layout)
+    for other in (layout_of(2, 3, "float32"), layout_of(3, 2, "int32"), layout_of(3, 1, "float32")):
+        assert not proves(record, 7, IDENTITY, other)
+    for at in range(RECORD_BYTES):
+        assert not proves(record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :], 7, IDENTITY, layout)
+
+
+@pytest.mark.parametrize("generation", [0, -1, 1 << 64])
+def test_no_record_proves_what_no_generation_can_be(generation: int) -> None:
+    layout = layout_of(3, 2, "float32")
+    record = pack(Record(0, IDENTITY, 24, 3, 2, "float32"))
+    assert not proves(record, generation, IDENTITY, layout)
+
+
+def test_no_record_proves_a_dtype_that_is_not_known() -> None:
+    record = pack(Record(7, IDENTITY, 24, 3, 2, "float32"))
+    assert not proves(record, 7, IDENTITY, Record(7, IDENTITY, 24, 3, 2, "float4_of_tomorrow"))
 
 
 def test_publish_invalidate_publish(arena: Arena) -> None:
     table = GenerationTable(arena)
     assert table.read(128).generation == 0
-    first = table.publish(128, IDENTITY, 24, 3, 2, "float32")
+    first = table.publish(128, IDENTITY, layout_of(3, 2, "float32"))
     assert table.read(128) == (first, IDENTITY, 24, 3, 2, "float32")
     table.invalidate(128)
     assert table.read(128).generation == 0
-    second = table.publish(128, bytes(32), 0, 0, 7, "float16")
+    second = table.publish(128, bytes(32), layout_of(0, 7, "float16"))
     assert table.read(128) == (second, bytes(32), 0, 0, 7, "float16")
     assert second > first > 0
     assert bytes(arena.buffer[:128]) == bytes(128)
@@ -148,7 +188,7 @@ def test_a_reader_never_trusts_bytes_that_changed_under_it(arena: Arena) -> None
             stamp = (generation + 1).to_bytes(8, "little")
             for at in range(PAGE, PAGE + payload, PAGE):  # in pieces, so that a torn copy is likely
                 arena.buffer[at : at + PAGE] = stamp * (PAGE // 8)
-            generation = table.publish(0, stamp * 4, payload, 1, payload, "uint8")
+            generation = table.publish(0, stamp * 4, layout_of(1, payload, "uint8"))
             time.sleep(generation % 4 * 1e-4)  # some generations live long enough to be read whole
         _, complaint = reader.communicate()
     assert reader.returncode == 0, complaint

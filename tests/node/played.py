@@ -25,11 +25,13 @@ from .conftest import until
 
 A, B, C, D, E = (bytes([number]) * 32 for number in range(1, 6))
 MIB = 1 << 20
+PAYLOAD = 4096
+"""Where every payload is at its holder; records are below."""
 
 
 def advert(identity=A, rows=1, dim=64, dtype="bfloat16", nbytes=None, generation=7, state=1):
     nbytes = rows * dim * 2 if nbytes is None else nbytes
-    return Advert(identity, state, nbytes, rows, dim, dtype, 4096, 0, generation)
+    return Advert(identity, state, nbytes, rows, dim, dtype, PAYLOAD, 0, generation)
 
 
 def holder(number, what):
@@ -72,8 +74,8 @@ class Wire:
             raise TransportError("refused")
         self.reads.append((peer, list(spans)))
         for span in spans:
-            if span.nbytes == RECORD_BYTES:
-                self.arena.buffer[span.local : span.local + RECORD_BYTES] = self.record
+            if span.remote < PAYLOAD:
+                self.arena.buffer[span.local : span.local + span.nbytes] = self.record * (span.nbytes // RECORD_BYTES)
         self.readings.append(Reading(self.state))
         return self.readings[-1]
 
@@ -99,7 +101,7 @@ class Peer:
         self.state = wire.peer_state
         self.info, _ = holder(int.from_bytes(incarnation, "big"), None)
 
-    def covers(self, offset, nbytes):
+    def covers(self, advert):
         return True
 
 
@@ -174,8 +176,8 @@ class Rig:
             self.still_wanted,
         )
 
-    def on_landed(self, entry, fetch):
-        self.landed.append(entry)
+    def on_landed(self, landed):
+        self.landed += [entry for entry, _ in landed]
 
     def on_failed(self, identity, reason):
         self.failed.append((identity, reason))
@@ -194,7 +196,7 @@ class Rig:
 
     def start(self, *holders, identity=A, now=0.0, until=10.0):
         """Have an entry fetched, as far as that goes at once."""
-        self.fetches.start(identity, holders, now, until)
+        self.fetches.start({identity: list(holders)}, now, until)
         self.fetches.turn(now)
 
     def bring(self, *identities, now=10.0, until=100.0):

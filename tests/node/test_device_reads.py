@@ -85,10 +85,11 @@ class Wire(played.Wire):
     def read(self, peer, spans):
         reading = super().read(peer, spans)
         for span in spans:
-            if span.nbytes == RECORD_BYTES:
-                identity = bytes([span.remote // RECORD_BYTES]) * 32
-                record = pack(Record(7, identity, 128, 1, 64, "bfloat16"))
-                self.arena.buffer[span.local : span.local + RECORD_BYTES] = record
+            if span.remote < played.PAYLOAD:
+                first = span.remote // RECORD_BYTES
+                identities = [bytes([first + index]) * 32 for index in range(span.nbytes // RECORD_BYTES)]
+                records = b"".join(pack(Record(7, each, 128, 1, 64, "bfloat16")) for each in identities)
+                self.arena.buffer[span.local : span.local + span.nbytes] = records
         return reading
 
 
@@ -156,8 +157,8 @@ class Host(played.Rig):
 
     # what the node's service passes on
 
-    def on_landed(self, entry, fetch):
-        self.wants.landed(entry, "remote", fetch.started_at)
+    def on_landed(self, landed):
+        self.wants.landed(landed, "remote")
 
     def on_failed(self, identity, reason):
         self.wants.failed(identity, reason, self.now)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
+from msgspec import structs
 
 from ec_p2p.control.messages import EntryState
 from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.engine.generation import Record, pack
-from ec_p2p.node.fetch import landing_bytes
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State
 
@@ -60,10 +60,48 @@ def test_an_advert_that_the_record_does_not_bear_out_is_no_hit(open_rig, lie):
     assert rig.backend.reserved_bytes == 0
 
 
-def test_a_record_of_tomorrows_dtype_ends_nothing(open_rig):
+@pytest.mark.parametrize(
+    "what", [advert(dtype=""), advert(dtype="float4_of_tomorrow"), advert(rows=1 << 32), advert(rows=2, nbytes=128)]
+)
+def test_what_could_not_be_stored_is_not_read(open_rig, what):
     rig = open_rig(record=bytes(pack(Record(7, A, 128, 1, 64, "bfloat16"))[:56]) + (999).to_bytes(8, "little"))
-    rig.start(holder(1, advert(dtype="")))
+    rig.start(holder(1, what))
     assert rig.failed == [(A, "failed")]
+    assert rig.counters.get("fetches", outcome="layout", peer="node1") == 1
+    assert rig.wire.reads == []
+    assert rig.backend.reserved_bytes == 0
+
+
+def test_what_is_wanted_together_lands_side_by_side_and_comes_in_one_stretch(open_rig):
+    rig = open_rig()
+    wanted = {A: 4096, B: 8192, C: 5000, D: 4096}
+    at = MIB
+    for identity, nbytes in wanted.items():
+        what = advert(identity, rows=nbytes // 2, dim=1)
+        wanted[identity] = [holder(1, structs.replace(what, offset=at))]
+        at += -(-nbytes // 4096) * 4096
+    rig.wire.state = State.POSTED
+    rig.fetches.start(wanted, 0.0, 10.0)
+    rig.fetches.turn(0.0)
+    [(_, spans)] = rig.wire.reads
+    # The third does not fill its last page: there the stretch ends.
+    assert [(span.remote, span.nbytes) for span in spans] == [(MIB, 4096 + 8192 + 5000), (MIB + 5 * 4096, 4096)]
+    first, second = spans
+    assert second.local == first.local + 5 * 4096
+
+
+def test_where_there_is_no_room_side_by_side_each_takes_what_there_is(open_rig):
+    rig = open_rig()
+    taken = [rig.memory.reserve(16 << 10) for _ in range(62)]
+    for extent in taken[::2]:
+        rig.memory.release(extent)
+    rig.wire.state = State.POSTED
+    wanted = (A, B, C)
+    rig.fetches.start({each: [holder(1, advert(each, rows=8 << 10, dim=1))] for each in wanted}, 0.0, 10.0)
+    rig.fetches.turn(0.0)
+    [(_, spans)] = rig.wire.reads
+    assert [span.nbytes for span in spans] == [16 << 10] * 3
+    assert {span.local for span in spans} <= {extent.offset for extent in taken[::2]}
 
 
 @pytest.mark.parametrize("how", ["unusable", "refused", "failed"])
@@ -83,11 +121,11 @@ def test_memory_that_comes_free_wakes_who_waits_for_it(open_rig):
     big = advert(rows=300 << 10, dim=1)
     rig.start(holder(1, big), until=1.0)
     rig.start(holder(2, advert(B, rows=300 << 10, dim=1)), identity=B, until=100.0)
-    assert rig.backend.free_bytes < landing_bytes(big.nbytes)
+    assert rig.backend.free_bytes < big.nbytes
     rig.fetches.progress(2.5)
     assert rig.failed == [(A, "deadline")]
     rig.memory.progress(2.6)
-    assert rig.backend.free_bytes < landing_bytes(big.nbytes)  # taken by the one that waited
+    assert rig.backend.free_bytes < big.nbytes  # taken by the one that waited
     rig.fetches.peer_gone((2).to_bytes(16, "big"), 2.7)
     assert rig.failed[-1] == (B, "failed")
     assert rig.backend.reserved_bytes == 0
@@ -176,11 +214,10 @@ def test_a_holder_that_does_not_answer_is_not_the_first_to_be_asked_next_time(op
 
 def test_nobody_is_called_from_within_start(open_rig):
     rig = open_rig()
-    rig.fetches.start(A, [holder(1, advert())], 0.0, 10.0)
+    rig.fetches.start({A: [holder(1, advert())]}, 0.0, 10.0)
     rig.wire.peer_state = PeerState.UNUSABLE
-    rig.fetches.start(B, [holder(1, advert(B))], 0.0, 10.0)
-    rig.fetches.start(C, [holder(1, advert(C, rows=MIB))], 0.0, 10.0)
-    rig.fetches.start(D, [holder(1, advert(D))], 0.0, 0.0)
+    rig.fetches.start({B: [holder(1, advert(B))], C: [holder(1, advert(C, rows=MIB))]}, 0.0, 10.0)
+    rig.fetches.start({D: [holder(1, advert(D))]}, 0.0, 0.0)
     assert (rig.landed, rig.failed, len(rig.fetches)) == ([], [], 4)
     assert min(rig.fetches.deadlines()) <= 0.0, "the loop must not sleep over it"
     rig.fetches.turn(0.0)

@@ -6,7 +6,6 @@ import pytest
 
 from ec_p2p.control.messages import EntryState
 from ec_p2p.engine.cpu import OutOfMemory
-from ec_p2p.node.fetch import landing_bytes
 from ec_p2p.transport.interface import State
 
 from .played import A, B, C, Rig, advert, holder
@@ -98,7 +97,7 @@ def test_the_longest_waiting_is_served_first_whatever_it_is(rig):
     rig.bring(A)
     rig.start(holder(1, advert(C, state=EntryState.DISK)), identity=C, now=10.0, until=100.0)
     rig.memory.release(everything)
-    page = rig.memory.reserve(landing_bytes(128))
+    page = rig.memory.reserve(128)
     fill(rig)
     rig.memory.progress(11.0)
     assert (got_memory(rig, B), rig.disk.begun, got_memory(rig, C)) == (False, [], False)

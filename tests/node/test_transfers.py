@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from contextlib import ExitStack
 
@@ -10,10 +11,10 @@ import pytest
 from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.rates import Rates
-from ec_p2p.node.transfers import BATCH_BYTES, BATCH_LEGS, WINDOW_BYTES, Leg, Transfers, take_batch
+from ec_p2p.node.transfers import BATCH_BYTES, BATCH_LEGS, WINDOW_BYTES, Leg, Transfers, stretches, take_batch
 from ec_p2p.transport.interface import Span, State
 
-from .played import MIB, Rig
+from .played import MIB, PAYLOAD, Rig
 
 ONE, OTHER = bytes(16), bytes([1] * 16)
 
@@ -35,17 +36,23 @@ class Bench:
             self.arrived,
             lambda *ending: self.ended.append(ending),
         )
+        self.places = itertools.count(4, 4)
 
-    def arrived(self, owner, extent, now):
-        if self.raises:
-            self.raises -= 1
-            raise RuntimeError("a callee's own error")
-        self.ended.append((owner, "arrived", extent, now))
+    def arrived(self, legs, now):
+        while legs:
+            leg = legs.popleft()
+            if self.raises:
+                self.raises -= 1
+                raise RuntimeError("a callee's own error")
+            self.ended.append((leg.owner, "arrived", leg.extent, now))
 
-    def add(self, owner, peer=ONE, nbytes=4096):
-        extent = self.rig.memory.reserve(nbytes + RECORD_BYTES)
-        payload, record = Span(0, extent.offset, nbytes), Span(64, extent.offset + nbytes, RECORD_BYTES)
-        self.transfers.add(peer, Leg(owner, extent, payload, record))
+    def add(self, owner, peer=ONE, nbytes=4096, at=None, record=None):
+        """By default no entry lies behind the one before."""
+        extent = self.rig.memory.reserve(nbytes)
+        place = next(self.places)
+        at = place * MIB if at is None else at
+        record = place * RECORD_BYTES if record is None else record
+        self.transfers.add(peer, Leg(owner, extent, at, record, nbytes))
 
     def endings(self):
         return [(owner, how) for owner, how, _, _ in self.ended]
@@ -72,6 +79,33 @@ def test_entries_of_one_holder_go_in_one_read_and_their_records_in_another(bench
     assert sorted(bench.endings()) == [(owner, "arrived") for owner in "abcd"]
     assert not bench.transfers
     assert not bench.transfers.waiting
+
+
+def test_entries_that_lie_one_behind_the_other_on_both_sides_are_one_stretch(bench):
+    for number, owner in enumerate("abc"):
+        bench.add(owner, at=MIB + 4096 * number, record=RECORD_BYTES * number)
+    bench.add("elsewhere", at=4 * MIB)
+    bench.transfers.turn(0.0)
+    assert reads(bench) == [[3 * 4096, 4096], [3 * RECORD_BYTES, RECORD_BYTES]]
+    assert bench.endings() == [(owner, "arrived") for owner in [*"abc", "elsewhere"]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "spans"),
+    [
+        ([], []),
+        ([(0, 64, 8), (8, 72, 8), (16, 80, 8)], [(0, 64, 24)]),
+        ([(0, 0, 8), (8, 8, 8)], [(0, 0, 16)]),
+        ([(0, 64, 8), (8, 128, 8)], [(0, 64, 8), (8, 128, 8)]),
+        ([(0, 64, 8), (16, 72, 8)], [(0, 64, 8), (16, 72, 8)]),
+        ([(8, 72, 8), (0, 64, 8)], [(8, 72, 8), (0, 64, 8)]),
+        ([(0, 64, 8), (8, 72, 0), (8, 72, 8)], [(0, 64, 16)]),
+        ([(0, 64, 0), (4096, 64, 0)], []),
+    ],
+    ids=["none", "a row", "at the start", "apart here", "apart there", "backwards", "an empty one", "empty ones"],
+)
+def test_what_is_not_in_a_row_on_both_sides_is_a_span_of_its_own(parts, spans):
+    assert stretches(parts) == [Span(*span) for span in spans]
 
 
 def test_an_entry_without_bytes_has_a_record_all_the_same(bench):
@@ -128,10 +162,9 @@ def test_of_a_holder_that_hangs_nothing_more_is_read_until_it_lets_go(bench):
 
 def test_a_window_bounds_what_is_in_flight_and_so_what_a_holder_can_detain(bench):
     bench.rig.wire.state = State.POSTED
-    payload = Span(0, 0, WINDOW_BYTES // 2)
     for owner in "abcd":
         extent = bench.rig.memory.reserve(4096)
-        bench.transfers.add(ONE, Leg(owner, extent, payload, Span(0, 0, RECORD_BYTES)))
+        bench.transfers.add(ONE, Leg(owner, extent, PAYLOAD, 0, WINDOW_BYTES // 2))
     bench.transfers.turn(0.0)
     assert len(bench.rig.wire.readings) == 2
     assert not bench.transfers.waiting
@@ -152,8 +185,7 @@ def test_what_waits_behind_a_late_read_does_not_wait_for_its_own_turn_to_be_late
     for peer in (ONE, OTHER):
         for owner in "abc":
             extent = bench.rig.memory.reserve(4096)
-            whole_window = Span(0, 0, WINDOW_BYTES)
-            bench.transfers.add(peer, Leg((peer, owner), extent, whole_window, Span(0, 0, RECORD_BYTES)))
+            bench.transfers.add(peer, Leg((peer, owner), extent, PAYLOAD, 0, WINDOW_BYTES))
         bench.transfers.turn(float(peer == OTHER))
     bench.transfers.turn(2.0)
     bench.transfers.turn(2.0)
@@ -166,7 +198,7 @@ def test_what_waits_for_its_window_goes_out_when_there_is_room(bench):
     bench.rig.wire.state = State.POSTED
     for owner in "abc":
         extent = bench.rig.memory.reserve(4096)
-        bench.transfers.add(ONE, Leg(owner, extent, Span(0, 0, WINDOW_BYTES), Span(0, 0, RECORD_BYTES)))
+        bench.transfers.add(ONE, Leg(owner, extent, PAYLOAD, 0, WINDOW_BYTES))
     bench.transfers.turn(0.0)
     assert len(bench.rig.wire.readings) == 1
     bench.rig.wire.state = bench.rig.wire.readings[0].state = State.DONE
@@ -254,13 +286,13 @@ def test_a_callee_that_raises_costs_the_others_nothing(bench):
 
 def test_batches_are_bounded_in_bytes_and_in_entries():
     def legs(*sizes):
-        return [Leg(index, None, Span(0, 0, size), Span(0, 0, 64)) for index, size in enumerate(sizes)]
+        return [Leg(index, None, 0, 0, size) for index, size in enumerate(sizes)]
 
     def sizes(legs):
         waiting = deque(legs)
         batches = []
         while waiting:
-            batches.append([leg.payload.nbytes for leg in take_batch(waiting, BATCH_BYTES)])
+            batches.append([leg.nbytes for leg in take_batch(waiting, BATCH_BYTES)])
         return batches
 
     assert sizes([]) == []

@@ -67,14 +67,14 @@ class Answering(Rig):
 
     # what the node's service passes on
 
-    def on_landed(self, entry, fetch):
-        self.wants.landed(entry, "remote", fetch.started_at)
+    def on_landed(self, landed):
+        self.wants.landed(landed, "remote")
 
     def on_failed(self, identity, reason):
         self.wants.failed(identity, reason, self.now)
 
     def on_staged(self, entry, started_at):
-        self.wants.landed(entry, "disk", started_at)
+        self.wants.landed([(entry, started_at)], "disk")
 
     def on_not_staged(self, identity, reason):
         self.wants.not_staged(identity, reason, self.now)
@@ -107,6 +107,16 @@ def rig():
     rig = Answering()
     yield rig
     rig.close()
+
+
+def test_an_item_that_is_wanted_twice_is_fetched_once_and_answered_twice(rig):
+    rig.holders_of = {A: [holder(1, advert())]}
+    rig.want(A, A)
+    rig.until_answered(2)
+    assert [(message.index, type(message)) for _, message in rig.answers()] == [(0, Landed), (1, Landed)]
+    assert rig.counters.get("fetches", outcome="landed", peer="node1") == 1
+    assert rig.counters.get("wants", outcome="remote") == 2
+    assert len(rig.wire.reads) == 2  # the payload, the record
 
 
 def fetches_failed(rig, node="node1"):
@@ -208,7 +218,7 @@ def test_an_id_that_is_used_twice_is_not_answered_for_what_it_was_before(rig):
     rig.want(B, want=7)
     extent = rig.memory.reserve(256)
     rig.memory.publish(extent, A, 256, 1, 128, "bfloat16")
-    rig.wants.landed(rig.backend.peek(A), "remote", 0.0)
+    rig.wants.landed([(rig.backend.peek(A), 0.0)], "remote")
     rig.wants.changed(A, rig.now)
     assert rig.answers() == []
     rig.memory.publish(rig.memory.reserve(128), B, 128, 1, 64, "bfloat16")

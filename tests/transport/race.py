@@ -18,8 +18,9 @@ import zmq
 
 from ec_p2p.engine.arena import Arena
 from ec_p2p.engine.cpu import LocalCPUBackend
-from ec_p2p.engine.generation import RECORD_BYTES, Record, unpack
-from ec_p2p.node.fetch import landing_bytes, record_place
+from ec_p2p.engine.entry import layout_of
+from ec_p2p.engine.extents import Extents
+from ec_p2p.engine.generation import RECORD_BYTES, proves
 from ec_p2p.transport import open_transport
 from ec_p2p.transport.interface import Span, State
 from tests.transport.ends import MIB, until
@@ -127,7 +128,9 @@ def read(pipe, kind, name, peer, card, port, words_wanted, rejections_wanted):
     """READ what is promised, as a node does: the payload, then its record, then the comparison."""
     end = _End(kind, name, Arena.create(2 * _SLAB, _SLAB))
     end.transport.connect(peer, card)
-    words = torch.frombuffer(end.arena.buffer, dtype=torch.int64)
+    landing = Extents(end.arena).reserve(max(_SIZES))
+    place = landing.landing_record
+    words = torch.frombuffer(end.arena.buffer, dtype=torch.int64)[landing.offset // _WORD :]
     valid = valid_words = wrong = rejected = torn = 0
     known: list[Promise] = []
     with end.context.socket(zmq.SUB) as promises:
@@ -136,14 +139,12 @@ def read(pipe, kind, name, peer, card, port, words_wanted, rejections_wanted):
         promises.connect(f"tcp://127.0.0.1:{port}")
         while valid_words < words_wanted or rejected < rejections_wanted or not torn:
             promise = _choose(promises, known)
-            assert landing_bytes(promise.nbytes) <= _SLAB
-            _transfer(end, peer, Span(promise.offset, 0, promise.nbytes))
-            place = record_place(promise.nbytes)
+            _transfer(end, peer, Span(promise.offset, landing.offset, promise.nbytes))
             _transfer(end, peer, Span(promise.record, place, RECORD_BYTES))
-            record = unpack(end.arena.buffer[place : place + RECORD_BYTES])
-            promised = (promise.generation, promise.identity, promise.nbytes, promise.nbytes // (2 * _DIM), _DIM)
+            record = end.arena.buffer[place : place + RECORD_BYTES]
+            layout = layout_of(promise.nbytes // (2 * _DIM), _DIM, "bfloat16")
             foreign = int((words[: promise.nbytes // _WORD] != tag(promise.identity, promise.generation)).sum())
-            if record == Record(*promised, "bfloat16"):
+            if proves(record, promise.generation, promise.identity, layout):
                 valid += 1
                 valid_words += promise.nbytes // _WORD
                 wrong += foreign
