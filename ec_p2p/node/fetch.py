@@ -81,9 +81,9 @@ class Fetch(msgspec.Struct, eq=False, gc=False):
 class Fetches:
     """All fetches of one node. Used by the node's loop only; `progress` never blocks.
 
-    Each fetch ends in one call of `on_landed(landed)`, with (entry, when its fetch was started) of all that were whole
-    together, or of `on_failed(identity, reason)`; never within `start`.
-    `still_wanted` tells whether anybody waits: a fetch that only waits for memory is dropped when nobody does.
+    Each fetch ends in one call of `on_landed(landed)`, with (entry, when its fetch was started) of all that came whole
+    together, or of `on_failed(identity, reason)`; never within `start`. `still_wanted` tells whether anybody waits: a
+    fetch that only waits for memory is dropped when nobody does.
     """
 
     def __init__(
@@ -310,6 +310,7 @@ class Fetches:
     def _arrived(self, legs: deque[Leg[Fetch]], now: float) -> None:
         """All of one holder. What is whole becomes visible at once, and is told in one go."""
         whole: list[Fetch] = []
+        changed: list[Fetch] = []
         parts: list[tuple[Extent, bytes, Layout]] = []
         arena, peer, nbytes = self._arena, ("peer", legs[0].owner.source.name), 0
         while legs:
@@ -324,7 +325,7 @@ class Fetches:
             else:
                 fetch.extent = extent
                 self._failed_holder(fetch, "changed", now)
-                self._drive(fetch, now)
+                changed.append(fetch)
         if whole:
             entries = self._memory.publish_all(parts)
             for fetch in whole:
@@ -333,6 +334,8 @@ class Fetches:
                 (("fetches", (("outcome", "landed"), peer)), len(whole)), (("fetched_bytes", (peer,)), nbytes)
             )
             self._on_landed([(entry, fetch.started_at) for entry, fetch in zip(entries, whole, strict=True)])
+        for fetch in changed:
+            self._drive(fetch, now)
 
     # -------------------------------------------------------- endings
 

@@ -90,6 +90,29 @@ def test_what_is_wanted_together_lands_side_by_side_and_comes_in_one_stretch(ope
     assert second.local == first.local + 5 * 4096
 
 
+def test_of_a_batch_what_is_whole_lands_and_the_rest_goes_to_its_next_holder(open_rig):
+    """The record that is read says A: the others are not what was promised."""
+    rig = open_rig()
+    elsewhere = advert(C, rows=2, dim=64)
+    rig.fetches.start(
+        {
+            B: [holder(1, advert(B))],
+            A: [holder(1, advert(A))],
+            C: [holder(1, advert(C)), holder(2, elsewhere)],
+        },
+        0.0,
+        10.0,
+    )
+    rig.fetches.turn(0.0)
+    assert [entry.identity for entry in rig.landed] == [A]
+    assert sorted(rig.failed) == [(B, "failed"), (C, "failed")]
+    peers = [(outcome, node) for outcome in ("landed", "changed") for node in ("node1", "node2")]
+    counts = [rig.counters.get("fetches", outcome=outcome, peer=node) for outcome, node in peers]
+    assert counts == [1, 0, 2, 1]
+    assert rig.counters.get("fetched_bytes", peer="node1") == 128
+    assert rig.backend.reserved_bytes == 0
+
+
 def test_where_there_is_no_room_side_by_side_each_takes_what_there_is(open_rig):
     rig = open_rig()
     taken = [rig.memory.reserve(16 << 10) for _ in range(62)]
