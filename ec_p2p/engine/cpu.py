@@ -255,6 +255,14 @@ class LocalCPUBackend:
                 raise ValueError(f"cannot pin {entry}: it is not in the arena any more")
             return self._pin(entry)
 
+    def pin_all(self, entries: Sequence[Entry]) -> list[Pin]:
+        """`pin` for each of several; none is pinned where it raises."""
+        with self._lock:
+            for entry in entries:
+                if self._index.get(entry.identity) is not entry:
+                    raise ValueError(f"cannot pin {entry}: it is not in the arena any more")
+            return [self._pin(entry) for entry in entries]
+
     def borrow(self, identity: bytes) -> Pin | None:
         """`get` and `pin` in one step, for callers that share the backend with other threads."""
         if identity not in self._index:

@@ -29,7 +29,7 @@ from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.entry import Layout, layout_of
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES, proves
+from ec_p2p.engine.generation import RECORD_BYTES, landing_record_at, proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
@@ -147,12 +147,12 @@ class Fetches:
         fetches = [
             Fetch(identity, *holders[0], holders, now, give_up_at, give_up_at) for identity, holders in wanted.items()
         ]
+        self._fetches.update(zip(wanted, fetches, strict=True))
         if len(fetches) > 1:
             row = self._memory.reserve_row([fetch.advert.nbytes for fetch in fetches])
             for fetch, extent in zip(fetches, row or (), strict=False):
                 fetch.extent = extent
         for fetch in fetches:
-            self._fetches[fetch.identity] = fetch
             self._next_holder(fetch, now)
             if fetch.stage in _TO_DRIVE:
                 self._failed_at_once.append(fetch)
@@ -316,7 +316,7 @@ class Fetches:
         while legs:
             leg = legs.popleft()
             fetch, extent = leg.owner, leg.extent
-            layout, start = fetch.layout, extent.landing_record
+            layout, start = fetch.layout, landing_record_at(extent.slab, extent.slot)
             assert layout is not None
             if proves(arena[start : start + RECORD_BYTES], fetch.advert.generation, fetch.identity, layout):
                 whole.append(fetch)

@@ -11,8 +11,8 @@ change under it. Whatever happens to a scheduler, `end_all` of its session close
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count, islice
 from typing import Protocol
 
 import msgspec
@@ -39,17 +39,17 @@ class Leases:
 
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
-        self._next = itertools.count(1)
+        self._next = count(1)
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, session: int, instance: str, want: int, readers: int, pin: Pin) -> int:
-        """`session` is the scheduler's; the readers are the workers of the same `instance`. Returns the lease's
-        number."""
-        number = next(self._next)
-        self._leases[number] = Lease(number, session, instance, want, set(range(readers)), pin)
-        return number
+    def grant(self, session: int, instance: str, want: int, readers: int, pins: Sequence[Pin]) -> list[int]:
+        """A lease of each pin. `session` is the scheduler's; the readers are the workers of the same `instance`."""
+        numbers = list(islice(self._next, len(pins)))
+        for number, pin in zip(numbers, pins, strict=True):
+            self._leases[number] = Lease(number, session, instance, want, set(range(readers)), pin)
+        return numbers
 
     def dispatched(self, lease: int, session: int) -> None:
         found = self._leases.get(lease)

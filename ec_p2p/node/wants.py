@@ -19,7 +19,7 @@ HOPELESS is NEW without the fetches that it would start, and without the waiting
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
@@ -138,13 +138,13 @@ class Wants:
     def landed(self, landed: Iterable[tuple[Entry, float]], source: str) -> None:
         """Entries, and when their fetches ('remote') or stagings ('disk') were started, have landed: everybody who
         waited gets a lease before anything else may evict one of them."""
-        promised = 0
+        found: dict[Waiting, list[tuple[int, Entry, float | None]]] = {}
         for entry, started_at in landed:
-            for waiting, index in self._by_identity.pop(entry.identity, ()):
-                promised += self._answer(waiting, index, entry, source, time.monotonic() - started_at)
-                if not waiting.open:
-                    self._retire(waiting)
-        self._counters.add("wants", promised, outcome=source)
+            for waiting, index in self._by_identity.get(entry.identity, ()):
+                found.setdefault(waiting, []).append((index, entry, started_at))
+        for waiting, items in found.items():
+            self._answer(waiting, items, source)
+            self._retire(waiting)
 
     def landed_on_device(self, read: DeviceRead) -> None:
         """The readers of an instance have the entry. Whoever of it waited for that gets a lease: not a want with more
@@ -206,16 +206,22 @@ class Wants:
     def _begin(self, waiting: Waiting, now: float) -> None:
         """Answer what is here, and seek the rest."""
         identities = [item.identity for item in waiting.want.items]
-        holders = {each: self._sources.holders(each) for each in identities if self._backend.peek(each) is None}
-        # First what is here: it is leased before a fetch of the others makes room for itself.
+        entries = [self._backend.peek(identity) for identity in identities]
+        holders = {
+            identity: self._sources.holders(identity)
+            for identity, entry in zip(identities, entries, strict=True)
+            if entry is None
+        }
         fitting = self._refuse_what_cannot_fit(waiting, identities, holders)
-        absent = [index for index in fitting if not self._answer_here(waiting, index)]
+        # First what is here: it is leased before a fetch of the others makes room for itself.
+        self._answer_here(waiting, [(index, entry) for index in fitting if (entry := entries[index]) is not None])
+        absent = [index for index in fitting if entries[index] is None and not self._is_on_device(waiting, index)]
         # One of them that is wanted twice is fetched once.
         fetched: dict[bytes, list[Holder]] = {}
         for index in absent:
             identity = identities[index]
             if identity not in fetched:
-                found = self._seek(waiting, index, holders.get(identity, []), now)
+                found = self._seek(waiting, index, holders[identity], now)
                 if found:
                     fetched[identity] = found
         if fetched:
@@ -247,12 +253,14 @@ class Wants:
         return found.nbytes if found else 0
 
     def _try(self, waiting: Waiting, index: int, now: float) -> None:
-        if self._answer_here(waiting, index):
-            return
         identity = waiting.want.items[index].identity
-        holders = self._seek(waiting, index, self._sources.holders(identity), now)
-        if holders:
-            self._fetches.start({identity: holders}, now, waiting.deadline)
+        entry = self._backend.peek(identity)
+        if entry is not None:
+            self._answer_here(waiting, [(index, entry)])
+        elif not self._is_on_device(waiting, index):
+            holders = self._seek(waiting, index, self._sources.holders(identity), now)
+            if holders:
+                self._fetches.start({identity: holders}, now, waiting.deadline)
 
     def _seek(self, waiting: Waiting, index: int, holders: list[Holder], now: float) -> list[Holder]:
         """Have the item brought, or wait for whoever makes it, or answer that there is no way. Returns those of the
@@ -286,19 +294,19 @@ class Wants:
             self._missing(waiting, index, "failed" if waiting.failures.get(index) else "no_source")
         return []
 
-    def _answer_here(self, waiting: Waiting, index: int) -> bool:
-        """Answer with the entry in the arena, or in the devices of the readers, if there is one."""
-        identity = waiting.want.items[index].identity
-        entry = self._backend.get(identity)
-        if entry is None:
-            read = self._device_read(waiting, index)
-            if read is None or not read.landed:
-                return False
-            self._answer_on_device(waiting, index, read, "local", 0.0)
-            return True
-        self._on_used(entry)
-        promised = self._answer(waiting, index, entry, "local", 0.0)
-        self._counters.add("wants", promised, outcome="local")
+    def _answer_here(self, waiting: Waiting, found: list[tuple[int, Entry]]) -> None:
+        """Answer items with their entries, which were in the arena already."""
+        for _, entry in found:
+            self._backend.get(entry.identity)
+            self._on_used(entry)
+        self._answer(waiting, [(index, entry, None) for index, entry in found], "local")
+
+    def _is_on_device(self, waiting: Waiting, index: int) -> bool:
+        """Answer with the entry in the devices of the readers, if it is there."""
+        read = self._device_read(waiting, index)
+        if read is None or not read.landed:
+            return False
+        self._answer_on_device(waiting, index, read, "local", 0.0)
         return True
 
     def _device_read(self, waiting: Waiting, index: int) -> DeviceRead | None:
@@ -349,34 +357,38 @@ class Wants:
         """Those whom it concerns what becomes of the entry there: the others are about to have it on their devices."""
         return [found for found in self._waiters(identity) if self._device_read(*found) is None]
 
-    def _answer(self, waiting: Waiting, index: int, entry: Entry, source: str, seconds: float) -> int:
-        """Answer with the entry. Returns how many were promised, which the caller counts: 1, or 0."""
-        if index not in waiting.open:
-            return 0
-        want, layout = waiting.want, entry.layout
-        if want.items[index].rows not in (0, layout.rows):
-            self._missing(waiting, index, "rows")
-            return 0
-        lease = self._lease(waiting, index, self._backend.pin(entry))
-        place = (entry.offset, layout.nbytes, layout.rows, layout.dim, layout.dtype)
-        self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds))
-        return 1
+    def _answer(self, waiting: Waiting, found: list[tuple[int, Entry, float | None]], source: str) -> None:
+        """Answer items of one want with their entries. With each, when its fetch or staging was started."""
+        want = waiting.want
+        for index, entry, _ in found:
+            if want.items[index].rows not in (0, entry.rows):
+                self._missing(waiting, index, "rows")
+        promised = [each for each in found if each[0] in waiting.open]
+        if not promised:
+            return
+        leases = self._lease(waiting, self._backend.pin_all([entry for _, entry, _ in promised]))
+        for (index, entry, started_at), lease in zip(promised, leases, strict=True):
+            self._close_item(waiting, index)
+            seconds = 0.0 if started_at is None else time.monotonic() - started_at
+            layout = entry.layout
+            place = (entry.offset, layout.nbytes, layout.rows, layout.dim, layout.dtype)
+            self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds))
+        self._counters.add("wants", len(promised), outcome=source)
 
     def _answer_on_device(self, waiting: Waiting, index: int, read: DeviceRead, source: str, seconds: float) -> None:
         want, advert = waiting.want, read.advert
         if want.items[index].rows not in (0, advert.rows):
             self._missing(waiting, index, "rows")
             return
-        lease = self._lease(waiting, index, self._device_reads.pin(read))
-        self._counters.add("wants", outcome=source)
+        [lease] = self._lease(waiting, [self._device_reads.pin(read)])
+        self._close_item(waiting, index)
         place = (0, advert.nbytes, advert.rows, advert.dim, advert.dtype)
         self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds, read.read))
+        self._counters.add("wants", outcome=source)
 
-    def _lease(self, waiting: Waiting, index: int, pin: Pin) -> int:
-        """Promise what is pinned, which is the item's answer."""
+    def _lease(self, waiting: Waiting, pins: Sequence[Pin]) -> list[int]:
         want = waiting.want
-        self._close_item(waiting, index)
-        return self._leases.grant(waiting.session.sid, waiting.instance, want.want, want.readers, pin)
+        return self._leases.grant(waiting.session.sid, waiting.instance, want.want, want.readers, pins)
 
     def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
         if index not in waiting.open:

@@ -104,6 +104,19 @@ def test_several_become_visible_together_and_the_first_of_an_identity_wins(one: 
     assert one.log == [("slab", 0), ("stored", 7), ("stored", 8)]
 
 
+def test_several_are_pinned_together_or_not_at_all(one: Backend) -> None:
+    first, second = one.store(7, 2), one.store(8, 3)
+    pins = one.cpu.pin_all([first, second, first])
+    assert [pin.entry for pin in pins] == [first, second, first]
+    assert one.cpu.pinned_bytes == 5 * PAGE
+    for pin in pins:
+        pin.close()
+    one.cpu.remove(identity(8))
+    with pytest.raises(ValueError, match="cannot pin"):
+        one.cpu.pin_all([first, second])
+    assert one.cpu.pinned_bytes == 0
+
+
 def test_what_does_not_fit_a_record_stays_reserved(one: Backend) -> None:
     extent = one.cpu.reserve(PAGE)
     for bad in [

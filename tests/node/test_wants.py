@@ -119,6 +119,24 @@ def test_an_item_that_is_wanted_twice_is_fetched_once_and_answered_twice(rig):
     assert len(rig.wire.reads) == 2  # the payload, the record
 
 
+def test_what_is_here_is_answered_at_once_and_an_entry_of_other_rows_is_no_hit(rig):
+    for identity in (A, B):
+        rig.memory.publish(rig.memory.reserve(128), identity, 128, 1, 64, "bfloat16")
+    items = [WantItem(B, 1), WantItem(A, 2), WantItem(A, 0)]
+    session = SimpleNamespace(sid=1, attach=SimpleNamespace(instance="i1", kind="tool"))
+    rig.wants.start(session, Want(1, items, 0, 60_000, 0, False), rig.now)
+    answers = {message.index: message for _, message in rig.answers()}
+    assert answers[1] == Missing(1, 1, "rows")
+    entries = {0: rig.backend.peek(B), 2: rig.backend.peek(A)}
+    for index, entry in entries.items():
+        landed = answers[index]
+        assert (landed.offset, landed.nbytes, landed.source, landed.seconds) == (entry.offset, 128, "local", 0.0)
+    assert answers[0].lease != answers[2].lease
+    assert rig.counters.get("wants", outcome="local") == 2
+    assert len(rig.wants) == 0
+    assert rig.backend.pinned_bytes == 2 * 4096
+
+
 def fetches_failed(rig, node="node1"):
     return sum(rig.counters.get("fetches", outcome=why, peer=node) for why in ("disconnected", "unusable"))
 
