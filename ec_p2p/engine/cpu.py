@@ -35,8 +35,11 @@ Listener = Callable[[Entry], None]
 the pins of the entry that it is told of."""
 
 
-class Pin(msgspec.Struct, eq=False, gc=False):
-    """While it is open the entry's bytes stay where they are. `close` may be called from any thread, and twice."""
+class Pin(msgspec.Struct, eq=False):
+    """While it is open the entry's bytes stay where they are. `close` may be called from any thread, and twice.
+
+    The garbage collector visits it: whoever listens to the backend may hold pins, and is then its own referrer.
+    """
 
     entry: Entry
     home: LocalCPUBackend | None

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +117,23 @@ def test_several_are_pinned_together_or_not_at_all(one: Backend) -> None:
     with pytest.raises(ValueError, match="cannot pin"):
         one.cpu.pin_all([first, second])
     assert one.cpu.pinned_bytes == 0
+
+
+def test_who_listens_and_holds_a_pin_is_collected_with_both() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.cpu = LocalCPUBackend(Arena.create(8 * PAGE, 8 * PAGE), on_unpinned=self.unpinned)
+            extent = self.cpu.reserve(PAGE)
+            self.pin = self.cpu.publish_pinned(extent, identity(1), PAGE, 1, PAGE, "uint8")
+
+        def unpinned(self, entry: Entry) -> None: ...
+
+    listener = Listener()
+    listener.cpu.arena.close()
+    gone = weakref.ref(listener)
+    del listener
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_does_not_fit_a_record_stays_reserved(one: Backend) -> None:
