@@ -6,11 +6,10 @@ host, copies are over when their calls return.
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable
 
+from ec_p2p.node.at_exit import close_at_exit
 from ec_p2p.node.device import Mark
 
 _JOIN_S = 5.0
@@ -29,31 +28,24 @@ class Settler:
         self._awake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._process = 0
+        self._call_off_exit: Callable[[], object] = lambda: None
 
     def wake(self) -> None:
         """There is something to wait for. Never waits; starts the thread if there is none yet."""
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="ec-p2p-settler", daemon=True)
             self._thread.start()
-            # The interpreter ends its daemon threads where they are. One that is within the device's library then takes
-            # the process down, with a core dump.
-            self._process = os.getpid()
-            atexit.register(self._close_at_exit)
+            self._call_off_exit = close_at_exit(self.close)
         self._awake.set()
 
     def close(self) -> None:
         """End the thread, without waiting for what it waits for. Idempotent. The caller holds none of its locks."""
-        atexit.unregister(self._close_at_exit)
+        self._call_off_exit()
         self._closed = True
         self._awake.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             self._thread = None
-
-    def _close_at_exit(self) -> None:
-        if os.getpid() == self._process:  # a child that it forked has no such thread
-            self.close()
 
     def _run(self) -> None:
         while not self._closed:

@@ -16,7 +16,6 @@ nobody needs its room.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -32,6 +31,7 @@ from ec_p2p.config import Config
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import proves
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.at_exit import close_at_exit
 from ec_p2p.node.client import OLD_ARENA_S, Detached, NodeClient
 from ec_p2p.node.device import Device
 from ec_p2p.node.device_pool import DevicePool
@@ -137,10 +137,7 @@ class Lander:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ec-p2p-lander", daemon=True)
         self._thread.start()
-        # The interpreter ends its daemon threads where they are. One that is within the library then takes the process
-        # down, with a core dump.
-        self._process = os.getpid()
-        atexit.register(self._close_at_exit)
+        self._call_off_exit = close_at_exit(self.close)
 
     def view(self, incarnation: bytes, read: int) -> torch.Tensor:
         """A (rows, dim) tensor that aliases what has landed: copy it before the lease is released. LookupError where
@@ -157,7 +154,7 @@ class Lander:
 
     def close(self) -> None:
         """Nothing is read any more. Views must not be used after this. Idempotent."""
-        atexit.unregister(self._close_at_exit)
+        self._call_off_exit()
         self._stop.set()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -166,10 +163,6 @@ class Lander:
         self._client.close()
         self._transfers.close()
         self._transport.close()
-
-    def _close_at_exit(self) -> None:
-        if os.getpid() == self._process:  # a child that it forked has neither the thread nor the library's connections
-            self.close()
 
     # -------------------------------------------------------- the thread
 
