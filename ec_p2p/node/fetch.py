@@ -28,7 +28,7 @@ import msgspec
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.entry import Layout, layout_of
-from ec_p2p.engine.extents import Extent
+from ec_p2p.engine.extents import RESERVED, Extent
 from ec_p2p.engine.generation import RECORD_BYTES, landing_record_at, proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
@@ -142,8 +142,8 @@ class Fetches:
 
     def start(self, wanted: Mapping[bytes, list[Holder]], now: float, give_up_at: float) -> None:
         """Have entries fetched that some nodes advertise, in memory or on disk, next to each other where there is room.
-        There must be no fetch of them, and a holder of each. Their READs leave with the next `turn`, together with
-        those of all that was started by then."""
+        There must be no fetch of them, and a holder of each; the lists are the fetches' own from then on. Their READs
+        leave with the next `turn`, together with those of all that was started by then."""
         fetches = [
             Fetch(identity, *holders[0], holders, now, give_up_at, give_up_at) for identity, holders in wanted.items()
         ]
@@ -327,7 +327,7 @@ class Fetches:
                 self._failed_holder(fetch, "changed", now)
                 changed.append(fetch)
         if whole:
-            entries = self._memory.publish_all(parts)
+            entries = self._publish(whole, parts)
             for fetch in whole:
                 del self._fetches[fetch.identity]
             self._counters.add_all(
@@ -336,6 +336,17 @@ class Fetches:
             self._on_landed([(entry, fetch.started_at) for entry, fetch in zip(entries, whole, strict=True)])
         for fetch in changed:
             self._drive(fetch, now)
+
+    def _publish(self, fetches: list[Fetch], parts: list[tuple[Extent, bytes, Layout]]) -> list[Entry]:
+        """Should it raise, which is an error of this node, the next `progress` ends all of them, and who waits for one
+        that is there by then is answered with it."""
+        try:
+            return self._memory.publish_all(parts)
+        except Exception:
+            for fetch, (extent, *_) in zip(fetches, parts, strict=True):
+                fetch.extent = extent if extent.life is RESERVED else None
+                self._give_up(fetch, "failed")
+            raise
 
     # -------------------------------------------------------- endings
 

@@ -54,13 +54,14 @@ class Reading:
 
 
 class Wire:
-    """A transport and its peers. `record` is what every holder's record says."""
+    """A transport and its peers. `record` is what every holder's record says, but for `records`, by their places."""
 
     kind = "played"
 
     def __init__(self, arena, record):
         self.arena = arena
         self.record = record
+        self.records = {}
         self.state = State.DONE
         self.peer_state = PeerState.READY
         self.takes_requests = True
@@ -75,7 +76,9 @@ class Wire:
         self.reads.append((peer, list(spans)))
         for span in spans:
             if span.remote < PAYLOAD:
-                self.arena.buffer[span.local : span.local + span.nbytes] = self.record * (span.nbytes // RECORD_BYTES)
+                places = range(span.remote, span.remote + span.nbytes, RECORD_BYTES)
+                records = b"".join(self.records.get(place, self.record) for place in places)
+                self.arena.buffer[span.local : span.local + span.nbytes] = records
         self.readings.append(Reading(self.state))
         return self.readings[-1]
 
@@ -141,8 +144,8 @@ class Disk:
 class Rig:
     """A node's fetches and stagings over one arena of one slab, with nobody else in it. Time is what it is told."""
 
-    def __init__(self, record=None, nbytes=MIB, slab=MIB, on_slab=None):
-        self.storage = StorageManager(nbytes, slab_size=slab, on_slab=on_slab)
+    def __init__(self, record=None, nbytes=MIB, slab=MIB, **listeners):
+        self.storage = StorageManager(nbytes, slab_size=slab, **listeners)
         self.disk = self.storage.disk = Disk()
         self.arena, self.backend = self.storage.arena, self.storage.cpu
         self.memory = Memory(self.backend)

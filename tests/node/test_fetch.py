@@ -12,7 +12,7 @@ from msgspec import structs
 
 from ec_p2p.control.messages import EntryState
 from ec_p2p.engine.extents import SlabRefused
-from ec_p2p.engine.generation import Record, pack
+from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State
 
@@ -111,6 +111,28 @@ def test_of_a_batch_what_is_whole_lands_and_the_rest_goes_to_its_next_holder(ope
     assert counts == [1, 0, 2, 1]
     assert rig.counters.get("fetched_bytes", peer="node1") == 128
     assert rig.backend.reserved_bytes == 0
+
+
+def test_an_error_in_the_middle_of_a_batch_ends_the_fetches_of_all(open_rig):
+    def stored(entry):
+        if entry.identity == B:
+            raise RuntimeError("a listener's own error")
+
+    rig = open_rig(on_stored=stored)
+    wanted = {}
+    for place, identity in enumerate((A, B, C, D)):
+        wanted[identity] = [holder(1, structs.replace(advert(identity), record=place * RECORD_BYTES))]
+        rig.wire.records[place * RECORD_BYTES] = pack(Record(7, identity, 128, 1, 64, "bfloat16"))
+    rig.wire.records[3 * RECORD_BYTES] = bytes(RECORD_BYTES)
+    rig.fetches.start(wanted, 0.0, 10.0)
+    with pytest.raises(RuntimeError):
+        rig.fetches.turn(0.0)
+    rig.fetches.progress(0.1)
+    assert rig.failed == [(identity, "failed") for identity in wanted]
+    assert [rig.backend.peek(identity) is not None for identity in wanted] == [True, True, False, False]
+    assert (len(rig.fetches), rig.backend.reserved_bytes) == (0, 0)
+    rig.start(holder(1, structs.replace(advert(C), record=2 * RECORD_BYTES)), identity=C)
+    assert [entry.identity for entry in rig.landed] == [C]
 
 
 def test_where_there_is_no_room_side_by_side_each_takes_what_there_is(open_rig):
