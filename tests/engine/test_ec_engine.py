@@ -22,7 +22,7 @@ SLAB = 1 << 20
 
 @pytest.fixture
 def storage() -> Iterator[StorageManager]:
-    """Two slabs of 1 MiB less a page of records each."""
+    """Two slabs of 1 MiB less two pages of records each."""
     with StorageManager(2 * SLAB, slab_size=SLAB) as storage:
         yield storage
 

@@ -30,7 +30,7 @@ from tests.engine.tiers import entries_of
 FEW = 64 << 10
 """An arena of one slab, which has four records and fifteen pages."""
 MANY = 1 << 20
-"""An arena of one slab, which has 64 records and 255 pages."""
+"""An arena of one slab, which has 64 records and 254 pages."""
 PAGE = ROW_BYTES * PAGE_ROWS
 FILE = HEADER_BYTES + PAGE
 
