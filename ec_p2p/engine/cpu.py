@@ -183,7 +183,10 @@ class LocalCPUBackend:
 
     def reserve_row(self, sizes: Sequence[int]) -> list[Extent] | None:
         """Extents of at least these bytes, one behind the other: entries that land together are READ in one stretch.
-        None, with nothing evicted and no slab opened, where there is no such room: `reserve` them one by one then."""
+        None, with nothing evicted and no slab opened, where there is no such room: `reserve` them one by one then.
+        Raises ValueError for a negative size."""
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"cannot reserve {min(sizes)} bytes")
         with self._lock:
             return self._extents.reserve_row(sizes)
 

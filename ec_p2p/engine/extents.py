@@ -153,8 +153,8 @@ class Extents:
         return extents[0]
 
     def reserve_row(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Fresh extents of these bytes, of which there is one at least, one behind the other. None when no free range
-        of an open slab has room for all."""
+        """Fresh extents of these bytes, one behind the other. None when no free range of an open slab has room for
+        all."""
         return self._take([whole_pages(nbytes) for nbytes in sizes])
 
     def carve(self, extent: Extent, offset: int, nbytes: int) -> Extent | None:
@@ -245,8 +245,9 @@ class Extents:
                     del self._end_to_start[start + width]
                 self.free_bytes -= total
                 slab = self._slabs[number]
-                taken = sorted(slots[-len(sizes) :])
-                del slots[-len(sizes) :]
+                left = len(slots) - len(sizes)
+                taken = sorted(slots[left:])
+                del slots[left:]
                 return [
                     Extent(self._home, slab, start, size, slot)
                     for start, size, slot in zip(accumulate(sizes, initial=start), sizes, taken, strict=False)

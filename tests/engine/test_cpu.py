@@ -119,6 +119,17 @@ def test_several_are_pinned_together_or_not_at_all(one: Backend) -> None:
     assert one.cpu.pinned_bytes == 0
 
 
+def test_a_row_of_nothing_takes_nothing_and_none_of_less_than_nothing_is_had(one: Backend) -> None:
+    one.store(7, 2)
+    assert one.cpu.reserve_row([]) == []
+    with pytest.raises(ValueError, match="cannot reserve -8192 bytes"):
+        one.cpu.reserve_row([3 * PAGE, -2 * PAGE])
+    assert one.cpu.free_bytes == (ROOM - 2) * PAGE
+    row = one.cpu.reserve_row([PAGE] * 3)  # all the records that there are
+    assert row is not None
+    assert one.cpu.reserve_row([PAGE]) is None
+
+
 def test_who_listens_and_holds_a_pin_is_collected_with_both() -> None:
     class Listener:
         def __init__(self) -> None:
