@@ -110,6 +110,8 @@ class Fetches:
         self._still_wanted = still_wanted
         self._fetches: dict[bytes, Fetch] = {}
         self._failed_at_once: deque[Fetch] = deque()
+        self._complained_of: set[bytes] = set()
+        """Nodes with adverts that promise nothing, of which the log says so once."""
         self._transfers: Transfers[Fetch] = Transfers(
             transport,
             memory.release,
@@ -183,6 +185,7 @@ class Fetches:
         self._drive(fetch, now)
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
+        self._complained_of.discard(incarnation)
         for fetch in list(self._fetches.values()):
             if fetch.stage in (Stage.CONNECTING, Stage.STAGING) and fetch.source.incarnation == incarnation:
                 self._failed_holder(fetch, "gone", now)
@@ -246,8 +249,11 @@ class Fetches:
         fetch.source, advert = fetch.holders.pop(0)
         fetch.advert, fetch.layout, extent = advert, _layout(advert), fetch.extent
         if fetch.layout is None:
-            # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything.
-            logger.warning("node %s advertises what cannot be stored: %s", fetch.source.name, advert)
+            # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything,
+            # and as often as somebody wants it.
+            level = logging.DEBUG if fetch.source.incarnation in self._complained_of else logging.WARNING
+            logger.log(level, "node %s advertises what cannot be stored: %s", fetch.source.name, advert)
+            self._complained_of.add(fetch.source.incarnation)
             self._failed_holder(fetch, "layout", now)
         elif extent is not None and extent.nbytes >= advert.nbytes:
             self._connect(fetch, now + self._read_timeout_s, now)

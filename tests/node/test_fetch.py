@@ -72,6 +72,18 @@ def test_what_could_not_be_stored_is_not_read(open_rig, what):
     assert rig.backend.reserved_bytes == 0
 
 
+def test_of_each_node_that_advertises_what_could_not_be_stored_the_log_says_so_once(open_rig, caplog):
+    rig = open_rig()
+    caplog.set_level("WARNING")
+    odd = advert(dtype="float4_of_tomorrow")
+    for _ in range(3):
+        rig.start(holder(1, odd), holder(2, odd))
+    assert [record.args[0] for record in caplog.records] == ["node1", "node2"]
+    rig.fetches.peer_gone((1).to_bytes(16, "big"), 0.0)
+    rig.start(holder(1, odd), holder(2, odd))
+    assert [record.args[0] for record in caplog.records] == ["node1", "node2", "node1"]
+
+
 def test_what_is_wanted_together_lands_side_by_side_and_comes_in_one_stretch(open_rig):
     rig = open_rig()
     wanted = {A: 4096, B: 8192, C: 5000, D: 4096}
