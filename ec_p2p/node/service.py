@@ -202,7 +202,12 @@ class Node:
             on_change=self._on_change,
         )
         self.sources = FleetSources(
-            self.info, self._links, self._peers, self._saving, self._rates, self._fetches.outstanding
+            self.info,
+            self._links,
+            self._peers,
+            self._saving,
+            self._rates,
+            lambda incarnation: self._fetches.outstanding(incarnation) + self._wants.planned(incarnation),
         )
         self._wants = Wants(
             self.backend,

@@ -86,6 +86,7 @@ class Wants:
         self._by_identity: dict[bytes, list[tuple[Waiting, int]]] = {}
         """Unanswered items, with their indices."""
         self._begun: list[Waiting] = []
+        self._planned: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -125,6 +126,10 @@ class Wants:
         for sid, want in [key for key in self._waiting if key[0] == session.sid]:
             self._unindex(self._waiting.pop((sid, want)))
         self._leases.end_all(session.sid)
+
+    def planned(self, incarnation: bytes) -> int:
+        """Payload bytes that the want that is beginning will have fetched from a holder, as far as it has chosen."""
+        return self._planned.get(incarnation, 0)
 
     def wanted(self, identity: bytes) -> bool:
         return identity in self._by_identity
@@ -212,45 +217,62 @@ class Wants:
             for identity, entry in zip(identities, entries, strict=True)
             if entry is None
         }
-        fitting = self._refuse_what_cannot_fit(waiting, identities, holders)
+        fitting = self._refuse_what_cannot_fit(waiting, entries, identities, holders)
         # First what is here: it is leased before a fetch of the others makes room for itself.
         self._answer_here(waiting, [(index, entry) for index in fitting if (entry := entries[index]) is not None])
         absent = [index for index in fitting if entries[index] is None and not self._is_on_device(waiting, index)]
         # One of them that is wanted twice is fetched once.
         fetched: dict[bytes, list[Holder]] = {}
+        self._planned = {}
         for index in absent:
             identity = identities[index]
-            if identity not in fetched:
-                found = self._seek(waiting, index, holders[identity], now)
-                if found:
-                    fetched[identity] = found
+            if identity in fetched:
+                continue
+            # Which of several is the best depends on what was chosen for the items before.
+            known = holders[identity] if len(holders[identity]) < 2 else self._sources.holders(identity)
+            found = self._seek(waiting, index, known, now)
+            if found:
+                fetched[identity] = found
+                info, advert = found[0]
+                self._planned[info.incarnation] = self.planned(info.incarnation) + advert.nbytes
+        self._planned = {}
         if fetched:
             self._fetches.start(fetched, now, waiting.deadline)
 
     def _refuse_what_cannot_fit(
-        self, waiting: Waiting, identities: list[bytes], holders: dict[bytes, list[Holder]]
+        self,
+        waiting: Waiting,
+        entries: list[Entry | None],
+        identities: list[bytes],
+        holders: dict[bytes, list[Holder]],
     ) -> list[int]:
         """Indices worth trying; the others could never be in the arena together with those before them."""
         if len(identities) == 1:
             return [0]  # the fetch itself finds out
-        sizes = [
-            found[0][1].nbytes if (found := holders.get(identity)) else self._size_here(identity)
-            for identity in identities
-        ]
-        if self._backend.fits_together(sizes):
-            return list(range(len(sizes)))
+        sizes = {
+            identity: entry.nbytes if entry else self._known_size(identity, holders[identity])
+            for identity, entry in zip(identities, entries, strict=True)
+        }
+        if self._backend.fits_together(list(sizes.values())):
+            return list(range(len(identities)))
         fitting: list[int] = []
-        for index, size in enumerate(sizes):
-            if size and not self._backend.fits_together([*(sizes[other] for other in fitting), size]):
+        together: dict[bytes, int] = {}
+        for index, identity in enumerate(identities):
+            size = sizes[identity]
+            if size and not self._backend.fits_together(list({**together, identity: size}.values())):
                 self._missing(waiting, index, "too_large")
             else:
+                together[identity] = size
                 fitting.append(index)
         return fitting
 
-    def _size_here(self, identity: bytes) -> int:
-        """0: it is not here."""
-        found = self._backend.peek(identity) or self._staging.find(identity)
-        return found.nbytes if found else 0
+    def _known_size(self, identity: bytes, holders: list[Holder]) -> int:
+        """Of an entry that is not in the arena; 0: none is known. Of holders that disagree the one counts that asks for
+        the least: what cannot be true is found out by the fetch."""
+        filed = self._staging.find(identity)
+        if filed is not None:
+            return filed.nbytes
+        return min([advert.nbytes for _, advert in holders], default=0)
 
     def _try(self, waiting: Waiting, index: int, now: float) -> None:
         identity = waiting.want.items[index].identity

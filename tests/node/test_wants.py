@@ -119,6 +119,51 @@ def test_an_item_that_is_wanted_twice_is_fetched_once_and_answered_twice(rig):
     assert len(rig.wire.reads) == 2  # the payload, the record
 
 
+def test_one_want_is_spread_over_holders_that_are_equal_otherwise(rig):
+    identities = [bytes([number]) * 32 for number in range(40, 48)]
+    adverts = {identity: advert(identity, rows=256) for identity in identities}
+
+    def holders(identity):
+        equals = [holder(number, adverts[identity]) for number in (1, 2)]
+        return sorted(equals, key=lambda each: loaded(each[0].incarnation))
+
+    def loaded(incarnation):
+        return rig.fetches.outstanding(incarnation) + rig.wants.planned(incarnation)
+
+    rig.holders = holders
+    rig.wire.state = State.POSTED
+    rig.want(*identities)
+    rig.fetches.turn(0.0)
+    assert [loaded(number.to_bytes(16, "big")) for number in (1, 2)] == [4 * 256 * 128] * 2
+
+
+def test_what_an_advert_says_of_the_size_is_asked_after_this_hosts_disk(rig):
+    rig.disk.there = True
+    rig.disk.let()
+    rig.holders_of = {A: [holder(1, advert(A, nbytes=1 << 40))], B: []}
+    rig.want(A, B)
+    assert {type(message) for _, message in rig.until_answered(2)} == {Landed}
+
+
+def test_of_holders_that_disagree_on_the_size_one_that_lies_refuses_nothing(rig):
+    rig.disk.let()
+    rig.holders_of = {A: [holder(1, advert(A, nbytes=1 << 40)), holder(2, advert(A))], B: []}
+    rig.want(A, B)
+    answers = {message.index: message for _, message in rig.until_answered(2)}
+    assert isinstance(answers[0], Landed)
+
+
+def test_an_item_that_is_wanted_twice_takes_its_room_once(rig):
+    nbytes = rig.backend.largest_entry // 2 + 4096
+    rig.holders_of = {
+        A: [holder(1, advert(A, rows=nbytes // 2, dim=1))],
+        B: [holder(1, advert(B, rows=nbytes // 2, dim=1))],
+    }
+    rig.wire.state = State.POSTED
+    rig.want(A, B, A, B)
+    assert [(message.index, message.reason) for _, message in rig.answers()] == [(1, "too_large"), (3, "too_large")]
+
+
 def test_what_is_here_is_answered_at_once_and_an_entry_of_other_rows_is_no_hit(rig):
     for identity in (A, B):
         rig.memory.publish(rig.memory.reserve(128), identity, 128, 1, 64, "bfloat16")
