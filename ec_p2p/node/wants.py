@@ -221,21 +221,23 @@ class Wants:
         # First what is here: it is leased before a fetch of the others makes room for itself.
         self._answer_here(waiting, [(index, entry) for index in fitting if (entry := entries[index]) is not None])
         absent = [index for index in fitting if entries[index] is None and not self._is_on_device(waiting, index)]
+        spread = len(absent) > 1 and any(len(found) > 1 for found in holders.values())
         # One of them that is wanted twice is fetched once.
         fetched: dict[bytes, list[Holder]] = {}
-        self._planned = {}
+        self._planned.clear()
         for index in absent:
             identity = identities[index]
             if identity in fetched:
                 continue
             # Which of several is the best depends on what was chosen for the items before.
-            known = holders[identity] if len(holders[identity]) < 2 else self._sources.holders(identity)
+            known = self._sources.holders(identity) if spread else holders[identity]
             found = self._seek(waiting, index, known, now)
             if found:
                 fetched[identity] = found
-                info, advert = found[0]
-                self._planned[info.incarnation] = self.planned(info.incarnation) + advert.nbytes
-        self._planned = {}
+                if spread:
+                    info, advert = found[0]
+                    self._planned[info.incarnation] = self.planned(info.incarnation) + advert.nbytes
+        self._planned.clear()
         if fetched:
             self._fetches.start(fetched, now, waiting.deadline)
 
@@ -272,7 +274,9 @@ class Wants:
         filed = self._staging.find(identity)
         if filed is not None:
             return filed.nbytes
-        return min([advert.nbytes for _, advert in holders], default=0)
+        if len(holders) > 1:
+            return min(advert.nbytes for _, advert in holders)
+        return holders[0][1].nbytes if holders else 0
 
     def _try(self, waiting: Waiting, index: int, now: float) -> None:
         identity = waiting.want.items[index].identity
