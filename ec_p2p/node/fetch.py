@@ -29,7 +29,7 @@ from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
 from ec_p2p.engine.entry import Layout, layout_of
 from ec_p2p.engine.extents import RESERVED, Extent
-from ec_p2p.engine.generation import RECORD_BYTES, landing_record_at, proves
+from ec_p2p.engine.generation import RECORD_BYTES, proves
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
@@ -322,7 +322,7 @@ class Fetches:
         while legs:
             leg = legs.popleft()
             fetch, extent = leg.owner, leg.extent
-            layout, start = fetch.layout, landing_record_at(extent.slab, extent.slot)
+            layout, start = fetch.layout, extent.landing_record
             assert layout is not None
             if proves(arena[start : start + RECORD_BYTES], fetch.advert.generation, fetch.identity, layout):
                 whole.append(fetch)
