@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,6 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ec_p2p.config import Config, make_config
+from ec_p2p.engine.extents import whole_pages
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Commit, Landed, Missing, OpenWindow, Release, Sync, Synced, WantItem, Window
 from ec_p2p.node.spawn import node_command
@@ -297,7 +297,7 @@ def _fill(config: Config, loads: list[Load]) -> None:
         assert arena is not None
         for load in loads:
             size, rows = load.item_bytes, load.item_bytes // _ROW_BYTES
-            room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            room = whole_pages(size)
             client.send(OpenWindow(client.next_id(), load.items * room))
             window = _expect(client, Window)
             for index, identity in enumerate(load.identities):

@@ -16,7 +16,7 @@ from ec_p2p.engine import victims
 from ec_p2p.engine.arena import PAGE, Arena, Slab
 from ec_p2p.engine.entry import Entry, Layout, layout_of
 from ec_p2p.engine.extents import Extent, Extents, OnSlab, SlabRefused, whole_pages
-from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check, record_at
+from ec_p2p.engine.generation import IDENTITY_BYTES, GenerationTable, check
 from ec_p2p.engine.policy import LRU, EvictionPolicy
 
 __all__ = ["Entry", "Listener", "LocalCPUBackend", "OutOfMemory", "Pin", "TooLarge"]
@@ -226,15 +226,15 @@ class LocalCPUBackend:
             return [self._publish(extent, identity, layout) for extent, identity, layout in parts]
 
     def _publish(self, extent: Extent, identity: bytes, layout: Layout) -> Entry:
-        size, offset, slot, slab = layout.extent_bytes, extent.offset, extent.slot, extent.slab
+        size, offset, slot = layout.extent_bytes, extent.offset, extent.slot
         self._extents.keep(extent, layout.nbytes)
         old = self._index.get(identity)
         if old is not None:
             self._extents.free_entry(offset, size, slot)
             self._policy.touched(identity, old.extent_bytes)
             return old
-        generation = self._table.publish(record_at(slab, slot), identity, layout)
-        entry = Entry(identity, layout, slab, offset, slot, generation)
+        generation = self._table.publish(extent.record, identity, layout)
+        entry = Entry(identity, layout, extent.slab, offset, slot, generation)
         self._index[identity] = self._by_offset[offset] = entry
         self._policy.added(identity, size)
         self._used += size
@@ -256,10 +256,7 @@ class LocalCPUBackend:
 
     def pin(self, entry: Entry) -> Pin:
         """Keep a visible entry's bytes in place until the pin is closed. ValueError if it was evicted before."""
-        with self._lock:
-            if self._index.get(entry.identity) is not entry:
-                raise ValueError(f"cannot pin {entry}: it is not in the arena any more")
-            return self._pin(entry)
+        return self.pin_all([entry])[0]
 
     def pin_all(self, entries: Sequence[Entry]) -> list[Pin]:
         """`pin` for each of several; none is pinned where it raises."""

@@ -136,7 +136,7 @@ def record_at(slab: Slab, slot: int) -> int:
 def landing_record_at(slab: Slab, slot: int) -> int:
     """Where the record lands that proves what was READ into the extent with this slot. Not in the extent's own: whoever
     READs from us could see half of one and half of the other there."""
-    return slab.offset + RECORD_BYTES * ((slab.nbytes // SLAB_BYTES_PER_RECORD or 1) + slot)
+    return slab.offset + RECORD_BYTES * (records_in(slab) + slot)
 
 
 class GenerationTable:

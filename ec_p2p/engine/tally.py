@@ -22,12 +22,7 @@ class Tally:
         self._values: dict[Series, float] = dict.fromkeys(series, 0.0)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        self.count((name, tuple(labels.items())), amount)
-
-    def count(self, series: Series, amount: float = 1.0) -> None:
-        values = self._values
-        with self._lock:
-            values[series] = values.get(series, 0.0) + amount
+        self.add_all(((name, tuple(labels.items())), amount))
 
     def add_all(self, *amounts: tuple[Series, float]) -> None:
         """The same for several at once."""

@@ -55,9 +55,9 @@ class FleetSources:
     def holders(self, identity: bytes) -> list[Holder]:
         """Other nodes that hold the entry, the best first."""
         found = [
-            holder
-            for holder in self._links.lookup(identity)
-            if holder[1].state != EntryState.PENDING and holder[0].incarnation != self._incarnation
+            (info, advert)
+            for info, advert in self._links.lookup(identity)
+            if advert.state != EntryState.PENDING and info.incarnation != self._incarnation
         ]
         if len(found) > 1:
             found.sort(key=self._rank)

@@ -56,9 +56,8 @@ class StageRequests:
 
     def staged(self, entry: Entry) -> None:
         """An entry is in the arena now, wherever it came from."""
-        if entry.identity in self._routes:
-            for route in self._take(entry.identity):
-                self._say(route, entry.identity, entry)
+        for route in self._take(entry.identity):
+            self._say(route, entry.identity, entry)
 
     def failed(self, identity: bytes) -> None:
         for route in self._take(identity):

@@ -139,7 +139,7 @@ class Staging:
 
     def find(self, identity: bytes) -> Filed | None:
         """What is known to be on disk, while that can be read."""
-        return None if self._disk is None or self._overdue else self._storage.find_on_disk(identity)
+        return None if self._overdue else self._storage.find_on_disk(identity)
 
     def look(self, identity: bytes) -> None:
         """See whether the folder has got the entry meanwhile. Only where `can_look`; joins one that is under way."""

@@ -44,9 +44,6 @@ wire needs. It bounds what a holder that hangs can put into quarantine."""
 _WINDOWS = 4
 """The bound has room for so many windows, at least: one holder that hangs is not to stop all others."""
 
-_PAYLOADS = ("transfers", (("of", "payloads"),))
-_RECORDS = ("transfers", (("of", "records"),))
-
 Owner = TypeVar("Owner")
 
 
@@ -227,7 +224,7 @@ class Transfers(Generic[Owner]):
             logger.info("READ from %s refused: %s", transfer.peer.hex()[:8], error)
         else:
             transfer.end = None
-            self._counters.count(_RECORDS if transfer.of_records else _PAYLOADS)
+            self._counters.add("transfers", of="records" if transfer.of_records else "payloads")
         self._poll(transfer, now)
 
     def _poll(self, transfer: _Transfer[Owner], now: float) -> None:
