@@ -110,6 +110,7 @@ class Fetches:
         self._still_wanted = still_wanted
         self._fetches: dict[bytes, Fetch] = {}
         self._failed_at_once: deque[Fetch] = deque()
+        self._planned: dict[bytes, int] = {}
         self._complained_of: set[bytes] = set()
         """Nodes with adverts that promise nothing, of which the log says so once."""
         self._transfers: Transfers[Fetch] = Transfers(
@@ -140,12 +141,18 @@ class Fetches:
 
     def outstanding(self, incarnation: bytes) -> int:
         """Payload bytes that are on their way from a holder, or about to be."""
-        return self._transfers.outstanding(incarnation)
+        return self._transfers.outstanding(incarnation) + self._planned.get(incarnation, 0)
+
+    def plan(self, holder: Holder) -> None:
+        """Count an entry among what is about to come from a holder; the next `start` begins all that was planned."""
+        info, advert = holder
+        self._planned[info.incarnation] = self._planned.get(info.incarnation, 0) + advert.nbytes
 
     def start(self, wanted: Mapping[bytes, list[Holder]], now: float, give_up_at: float) -> None:
         """Have entries fetched that some nodes advertise, in memory or on disk, next to each other where there is room.
         There must be no fetch of them, and a holder of each; the lists are the fetches' own from then on. Their READs
         leave with the next `turn`, together with those of all that was started by then."""
+        self._planned.clear()
         fetches = [
             Fetch(identity, *holders[0], holders, now, give_up_at, give_up_at) for identity, holders in wanted.items()
         ]

@@ -202,12 +202,7 @@ class Node:
             on_change=self._on_change,
         )
         self.sources = FleetSources(
-            self.info,
-            self._links,
-            self._peers,
-            self._saving,
-            self._rates,
-            lambda incarnation: self._fetches.outstanding(incarnation) + self._wants.planned(incarnation),
+            self.info, self._links, self._peers, self._saving, self._rates, self._fetches.outstanding
         )
         self._wants = Wants(
             self.backend,

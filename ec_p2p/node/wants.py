@@ -86,7 +86,6 @@ class Wants:
         self._by_identity: dict[bytes, list[tuple[Waiting, int]]] = {}
         """Unanswered items, with their indices."""
         self._begun: list[Waiting] = []
-        self._planned: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -126,10 +125,6 @@ class Wants:
         for sid, want in [key for key in self._waiting if key[0] == session.sid]:
             self._unindex(self._waiting.pop((sid, want)))
         self._leases.end_all(session.sid)
-
-    def planned(self, incarnation: bytes) -> int:
-        """Payload bytes that the want that is beginning will have fetched from a holder, as far as it has chosen."""
-        return self._planned.get(incarnation, 0)
 
     def wanted(self, identity: bytes) -> bool:
         return identity in self._by_identity
@@ -224,7 +219,6 @@ class Wants:
         spread = len(absent) > 1 and any(len(found) > 1 for found in holders.values())
         # One of them that is wanted twice is fetched once.
         fetched: dict[bytes, list[Holder]] = {}
-        self._planned.clear()
         for index in absent:
             identity = identities[index]
             if identity in fetched:
@@ -235,9 +229,7 @@ class Wants:
             if found:
                 fetched[identity] = found
                 if spread:
-                    info, advert = found[0]
-                    self._planned[info.incarnation] = self.planned(info.incarnation) + advert.nbytes
-        self._planned.clear()
+                    self._fetches.plan(found[0])
         if fetched:
             self._fetches.start(fetched, now, waiting.deadline)
 

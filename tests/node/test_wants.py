@@ -125,16 +125,13 @@ def test_one_want_is_spread_over_holders_that_are_equal_otherwise(rig):
 
     def holders(identity):
         equals = [holder(number, adverts[identity]) for number in (1, 2)]
-        return sorted(equals, key=lambda each: loaded(each[0].incarnation))
-
-    def loaded(incarnation):
-        return rig.fetches.outstanding(incarnation) + rig.wants.planned(incarnation)
+        return sorted(equals, key=lambda each: rig.fetches.outstanding(each[0].incarnation))
 
     rig.holders = holders
     rig.wire.state = State.POSTED
     rig.want(*identities)
     rig.fetches.turn(0.0)
-    assert [loaded(number.to_bytes(16, "big")) for number in (1, 2)] == [4 * 256 * 128] * 2
+    assert [rig.fetches.outstanding(number.to_bytes(16, "big")) for number in (1, 2)] == [4 * 256 * 128] * 2
 
 
 def test_what_an_advert_says_of_the_size_is_asked_after_this_hosts_disk(rig):
