@@ -1,8 +1,8 @@
 """Wants: requests of this host's instances for entries, until each item is answered.
 
-Owns who waits for what. It must never move bytes: it asks `Sources` what is where and tells `Staging` and `Fetches` to
-start, none of which ends before it has come back. An item is answered exactly once, by Landed (with a lease) or by
-Missing (with one of MISSING_REASONS). Where an entry may be is tried in this order:
+Owns the wants that wait, and the order of the ways that lead to an entry. It must never move bytes: it asks `Sources`
+what is where and tells `Staging` and `Fetches` to start, none of which ends before it has come back. An item is
+answered exactly once, by Landed or by Missing, which `Answers` says. Where an entry may be is tried in this order:
 
     NEW --in the arena, right rows--> LANDED
     NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable, late--> NEW, but for this
@@ -19,16 +19,17 @@ HOPELESS is NEW without the fetches that it would start, and without the waiting
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.answers import Answers
 from ec_p2p.node.device_reads import DeviceRead, DeviceReads
 from ec_p2p.node.fetch import Fetches, Holder
 from ec_p2p.node.fetch_policy import FetchPolicy
-from ec_p2p.node.leases import Leases, Pin
-from ec_p2p.node.messages import FromNode, Landed, Missing, Pending, Want
+from ec_p2p.node.leases import Leases
+from ec_p2p.node.messages import FromNode, Pending, Want
 from ec_p2p.node.sessions import Session
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.waiting import Waiting, waiting_for
@@ -78,13 +79,11 @@ class Wants:
         self._leases = leases
         self._sources = sources
         self._policy = policy
-        self._counters = counters
+        self._answers = Answers(backend, device_reads, leases, counters, send)
         self._on_used = on_used
         self._send = send
         self._readers_ready = readers_ready
         self._waiting: dict[tuple[int, int], Waiting] = {}
-        self._by_identity: dict[bytes, list[tuple[Waiting, int]]] = {}
-        """Unanswered items, with their indices."""
         self._begun: list[Waiting] = []
 
     def __len__(self) -> int:
@@ -98,11 +97,10 @@ class Wants:
         self._waiting[session.sid, want.want] = waiting
         if not self._readers_ready(session, want.readers):
             for index in range(len(want.items)):
-                self._missing(waiting, index, "no_readers")
+                self._answers.missing(waiting, index, "no_readers")
         else:
             self._begin(waiting, now)
-        for index in waiting.open:
-            self._by_identity.setdefault(want.items[index].identity, []).append((waiting, index))
+        self._answers.await_open(waiting)
         if waiting.open:
             self._begun.append(waiting)
         self._retire(waiting)
@@ -118,20 +116,20 @@ class Wants:
     def forget(self, session: Session, want: int) -> None:
         waiting = self._waiting.pop((session.sid, want), None)
         if waiting is not None:
-            self._unindex(waiting)
+            self._answers.forget(waiting)
         self._leases.forget_want(session.sid, want)
 
     def forget_session(self, session: Session) -> None:
         for sid, want in [key for key in self._waiting if key[0] == session.sid]:
-            self._unindex(self._waiting.pop((sid, want)))
+            self._answers.forget(self._waiting.pop((sid, want)))
         self._leases.end_all(session.sid)
 
     def wanted(self, identity: bytes) -> bool:
-        return identity in self._by_identity
+        return self._answers.awaited(identity)
 
     def changed(self, identity: bytes, now: float) -> None:
         """Something about this entry is new: stored here, advertised elsewhere, or its fetch ended."""
-        for waiting, index in self._waiters(identity):
+        for waiting, index in self._answers.waiters(identity):
             self._try(waiting, index, now)
             self._retire(waiting)
 
@@ -140,23 +138,23 @@ class Wants:
         waited gets a lease before anything else may evict one of them."""
         found: dict[Waiting, list[tuple[int, Entry, float | None]]] = {}
         for entry, started_at in landed:
-            for waiting, index in self._by_identity.get(entry.identity, ()):
+            for waiting, index in self._answers.waiters(entry.identity):
                 found.setdefault(waiting, []).append((index, entry, started_at))
         for waiting, items in found.items():
-            self._answer(waiting, items, source)
+            self._answers.landed(waiting, items, source)
             self._retire(waiting)
 
     def landed_on_device(self, read: DeviceRead) -> None:
         """The readers of an instance have the entry. Whoever of it waited for that gets a lease: not a want with more
         readers, for they would not find it, nor with fewer, which has a READ of its own."""
-        for waiting, index in self._waiters(read.identity, read.instance):
+        for waiting, index in self._answers.waiters(read.identity, read.instance):
             if index not in waiting.off_device and waiting.want.readers == read.readers:
-                self._answer_on_device(waiting, index, read, "remote", time.monotonic() - read.started_at)
+                self._answers.landed_on_device(waiting, index, read, "remote", time.monotonic() - read.started_at)
                 self._retire(waiting)
 
     def not_on_device(self, instance: str, identity: bytes, now: float) -> None:
         """A reader of the instance does not have it: what remains is the arena."""
-        for waiting, index in self._waiters(identity, instance):
+        for waiting, index in self._answers.waiters(identity, instance):
             if index not in waiting.off_device:
                 waiting.off_device.add(index)
                 self._try(waiting, index, now)
@@ -171,7 +169,7 @@ class Wants:
                     waiting.looked.discard(index)  # a holder may have written it there since the look before the fetch
                 self._try(waiting, index, now)
             else:
-                self._missing(waiting, index, reason)
+                self._answers.missing(waiting, index, reason)
             self._retire(waiting)
 
     def not_staged(self, identity: bytes, reason: str, now: float) -> None:
@@ -180,7 +178,7 @@ class Wants:
             if reason in ("unreadable", "late"):
                 self._try(waiting, index, now)
             else:
-                self._missing(waiting, index, reason)
+                self._answers.missing(waiting, index, reason)
             self._retire(waiting)
 
     def tick(self, now: float) -> None:
@@ -188,7 +186,7 @@ class Wants:
         for waiting in list(self._waiting.values()):
             if now >= waiting.deadline:
                 for index in list(waiting.open):
-                    self._missing(waiting, index, "deadline")
+                    self._answers.missing(waiting, index, "deadline")
             elif waiting.expecting and now >= waiting.expect_until:
                 waiting.expecting = False
                 for index in list(waiting.open):
@@ -215,7 +213,9 @@ class Wants:
         fitting = self._refuse_what_cannot_fit(waiting, entries, identities, holders)
         # First what is here: it is leased before a fetch of the others makes room for itself.
         self._answer_here(waiting, [(index, entry) for index in fitting if (entry := entries[index]) is not None])
-        absent = [index for index in fitting if entries[index] is None and not self._is_on_device(waiting, index)]
+        absent = [
+            index for index in fitting if entries[index] is None and not self._answer_from_devices(waiting, index)
+        ]
         spread = len(absent) > 1 and any(len(found) > 1 for found in holders.values())
         # One of them that is wanted twice is fetched once.
         fetched: dict[bytes, list[Holder]] = {}
@@ -254,7 +254,7 @@ class Wants:
         for index, identity in enumerate(identities):
             size = sizes[identity]
             if size and not self._backend.fits_together(list({**together, identity: size}.values())):
-                self._missing(waiting, index, "too_large")
+                self._answers.missing(waiting, index, "too_large")
             else:
                 together[identity] = size
                 fitting.append(index)
@@ -275,7 +275,7 @@ class Wants:
         entry = self._backend.peek(identity)
         if entry is not None:
             self._answer_here(waiting, [(index, entry)])
-        elif not self._is_on_device(waiting, index):
+        elif not self._answer_from_devices(waiting, index):
             holders = self._seek(waiting, index, self._sources.holders(identity), now)
             if holders:
                 self._fetches.start({identity: holders}, now, waiting.deadline)
@@ -296,7 +296,7 @@ class Wants:
             fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
             against = self._policy.against(fitting) if fitting and item.can_encode else ""
             if against:
-                self._missing(waiting, index, against)
+                self._answers.missing(waiting, index, against)
                 return []
             if fitting and index not in waiting.off_device:
                 readers = waiting.want.readers
@@ -304,12 +304,12 @@ class Wants:
                     return []
                 waiting.off_device.add(index)
             if not fitting:
-                self._missing(waiting, index, "rows")
+                self._answers.missing(waiting, index, "rows")
             return fitting
         if self._look_into_the_folder(waiting, index):
             return []
         if hopeless or not (waiting.expecting or self._being_encoded(waiting, item.identity)):
-            self._missing(waiting, index, "failed" if waiting.failures.get(index) else "no_source")
+            self._answers.missing(waiting, index, "failed" if waiting.failures.get(index) else "no_source")
         return []
 
     def _answer_here(self, waiting: Waiting, found: list[tuple[int, Entry]]) -> None:
@@ -317,14 +317,14 @@ class Wants:
         for _, entry in found:
             self._backend.get(entry.identity)
             self._on_used(entry)
-        self._answer(waiting, [(index, entry, None) for index, entry in found], "local")
+        self._answers.landed(waiting, [(index, entry, None) for index, entry in found], "local")
 
-    def _is_on_device(self, waiting: Waiting, index: int) -> bool:
-        """Answer with the entry in the devices of the readers, if it is there."""
+    def _answer_from_devices(self, waiting: Waiting, index: int) -> bool:
+        """Whether the item was answered with the entry in the devices of the readers, where it is there."""
         read = self._device_read(waiting, index)
         if read is None or not read.landed:
             return False
-        self._answer_on_device(waiting, index, read, "local", 0.0)
+        self._answers.landed_on_device(waiting, index, read, "local", 0.0)
         return True
 
     def _device_read(self, waiting: Waiting, index: int) -> DeviceRead | None:
@@ -366,67 +366,9 @@ class Wants:
             return "staging"
         return "encoding" if self._being_encoded(waiting, identity) else "expected"
 
-    def _waiters(self, identity: bytes, instance: str | None = None) -> list[tuple[Waiting, int]]:
-        """Unanswered items of that identity, of one instance or of all."""
-        found = self._by_identity.get(identity, ())
-        return [each for each in found if instance is None or each[0].instance == instance]
-
     def _waiters_for_the_arena(self, identity: bytes) -> list[tuple[Waiting, int]]:
         """Those whom it concerns what becomes of the entry there: the others are about to have it on their devices."""
-        return [found for found in self._waiters(identity) if self._device_read(*found) is None]
-
-    def _answer(self, waiting: Waiting, found: list[tuple[int, Entry, float | None]], source: str) -> None:
-        """Answer items of one want with their entries. With each, when its fetch or staging was started."""
-        want = waiting.want
-        for index, entry, _ in found:
-            if want.items[index].rows not in (0, entry.rows):
-                self._missing(waiting, index, "rows")
-        promised = [each for each in found if each[0] in waiting.open]
-        if not promised:
-            return
-        leases = self._lease(waiting, self._backend.pin_all([entry for _, entry, _ in promised]))
-        for (index, entry, started_at), lease in zip(promised, leases, strict=True):
-            self._close_item(waiting, index)
-            seconds = 0.0 if started_at is None else time.monotonic() - started_at
-            layout = entry.layout
-            place = (entry.offset, layout.nbytes, layout.rows, layout.dim, layout.dtype)
-            self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds))
-        self._counters.add("wants", len(promised), outcome=source)
-
-    def _answer_on_device(self, waiting: Waiting, index: int, read: DeviceRead, source: str, seconds: float) -> None:
-        want, advert = waiting.want, read.advert
-        if want.items[index].rows not in (0, advert.rows):
-            self._missing(waiting, index, "rows")
-            return
-        [lease] = self._lease(waiting, [self._device_reads.pin(read)])
-        self._close_item(waiting, index)
-        place = (0, advert.nbytes, advert.rows, advert.dim, advert.dtype)
-        self._send(waiting.session, Landed(want.want, index, lease, *place, source, seconds, read.read))
-        self._counters.add("wants", outcome=source)
-
-    def _lease(self, waiting: Waiting, pins: Sequence[Pin]) -> list[int]:
-        want = waiting.want
-        return self._leases.grant(waiting.session.sid, waiting.instance, want.want, want.readers, pins)
-
-    def _missing(self, waiting: Waiting, index: int, reason: str) -> None:
-        if index not in waiting.open:
-            return
-        self._close_item(waiting, index)
-        self._counters.add("wants", outcome=reason)
-        self._send(waiting.session, Missing(waiting.want.want, index, reason))
-
-    def _close_item(self, waiting: Waiting, index: int) -> None:
-        waiting.open.discard(index)
-        identity = waiting.want.items[index].identity
-        waiters = self._by_identity.get(identity)
-        if waiters and (waiting, index) in waiters:  # not, while its want begins
-            waiters.remove((waiting, index))
-            if not waiters:
-                del self._by_identity[identity]
-
-    def _unindex(self, waiting: Waiting) -> None:
-        for index in list(waiting.open):
-            self._close_item(waiting, index)
+        return [found for found in self._answers.waiters(identity) if self._device_read(*found) is None]
 
     def _retire(self, waiting: Waiting) -> None:
         if not waiting.open:
