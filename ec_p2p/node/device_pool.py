@@ -54,7 +54,7 @@ class DevicePool:
         self._extents.free(extent)
 
     def landed_record(self, extent: Extent) -> bytes:
-        """What has landed as the record of what has landed."""
+        """The 64 bytes that were READ after what lies in the extent."""
         return self._table[extent.landing_record : extent.landing_record + RECORD_BYTES]
 
     def view(self, extent: Extent, rows: int, dim: int, dtype: str) -> torch.Tensor:
