@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -73,3 +75,10 @@ def dial(
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.connect(endpoint)
     return socket
+
+
+def say_while_open(stranger: Socket, frames: Iterable[bytes]) -> None:
+    """Sends what a socket still takes: libzmq ends its pipe the moment that the handshake is refused, at any time."""
+    with contextlib.suppress(zmq.Again):
+        for frame in frames:
+            stranger.send(frame, zmq.NOBLOCK)

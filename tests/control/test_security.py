@@ -31,7 +31,7 @@ from ec_p2p.control.security import Gate
 from ec_p2p.control.sockets import Socket, bound_port, open_socket, split_endpoint
 from ec_p2p.curve import Security, secure_server
 from tests.control.harness import Loop, advert, node
-from tests.control.keys import Pair, dial, strangers
+from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE, NULL
 from tests.node.conftest import free_ports
 
@@ -75,13 +75,13 @@ def test_strangers_hear_nothing_and_are_not_heard(loop: Loop, served: Directory,
         dial(loop.context, zmq.DEALER, served.endpoint, security, server_key, immediate=0) as dealer,
         dial(loop.context, zmq.SUB, pub_endpoint(served), security, server_key) as subscriber,
     ):
-        for message in (
+        messages = (
             SnapshotRequest(PROTOCOL_VERSION, 1),
             Hello(PROTOCOL_VERSION, node(7)),
             Announce(node(7).incarnation, 1, [advert(7)], []),
             Goodbye(node(1).incarnation),
-        ):
-            dealer.send(encode(message), zmq.NOBLOCK)
+        )
+        say_while_open(dealer, map(encode, messages))
         watched = loop.announcer(served.endpoint, info(3, BOB), security=AS_BOB)
         watched.store(advert(3))
         loop.until(lambda: served.stats()["entries"] == 2)  # which is published

@@ -21,7 +21,7 @@ from ec_p2p.node.messages import Landed, Missing
 from ec_p2p.node.network import say_who_gets_in
 from ec_p2p.node.spawn import node_command
 from ec_p2p.transport import nixl_available
-from tests.control.keys import Pair, dial, strangers
+from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE
 from tests.node.conftest import Client, Fleet, free_ports, until
 
@@ -148,8 +148,7 @@ def test_strangers_get_nothing_at_any_door(town, doors):
             for security, server_key in strangers(SERVER, SERVER).values():
                 for kind, endpoint, questions in doors.values():
                     stranger = stack.enter_context(dial(context, kind, endpoint, security, server_key, immediate=0))
-                    for question in questions:
-                        stranger.send(question, zmq.NOBLOCK)
+                    say_while_open(stranger, questions)
                     outside.append(stranger)
             assert fetched(town, number)
         assert not any(stranger.poll(0) for stranger in outside)
