@@ -17,7 +17,7 @@ from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import Advert, FromDirectory, InstanceInfo, NodeInfo
 from ec_p2p.control.security import Security, secure_client
 from ec_p2p.control.sockets import Context, Socket, open_socket, receive_now, send_now, split_endpoint
-from ec_p2p.dialling import Line
+from ec_p2p.wire.dialling import Line
 
 log = logging.getLogger(__name__)
 

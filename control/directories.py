@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
-from ec_p2p.config_kinds import without_password
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.interface import Announces, Replicates
 from ec_p2p.control.messages import NodeInfo
@@ -15,6 +14,7 @@ from ec_p2p.control.sockets import Context
 from ec_p2p.control.valkey_announcer import ValkeyAnnouncer
 from ec_p2p.control.valkey_replica import ValkeyReplica
 from ec_p2p.control.valkey_server import parse
+from ec_p2p.wire.notation import without_password
 
 
 def announce_to(
@@ -28,7 +28,7 @@ def announce_to(
 ) -> Announces:
     """Tell the directory at `endpoint` what `node` holds. `security` is for ZMQ only.
 
-    Raises ValueError for an endpoint that is none; ConfigError, which is one, also without the library for it.
+    Raises ValueError for an endpoint that is none; BadEndpoint, which is one, also without the library for it.
     """
     if not is_zmq(endpoint):
         return ValkeyAnnouncer(endpoint, without_password(endpoint), node, heartbeat_s=heartbeat_s, timeout_s=timeout_s)
@@ -48,7 +48,7 @@ def replicate(
 
     `on_change(identity)` is called for every advert that appeared, changed or went, `on_node(node, up)` for every node
     that appeared, moved or went. `security` is for ZMQ only. Raises ValueError for an endpoint that is none;
-    ConfigError, which is one, also without the library for it.
+    BadEndpoint, which is one, also without the library for it.
     """
     if not is_zmq(endpoint):
         return ValkeyReplica(
@@ -60,7 +60,7 @@ def replicate(
 
 
 def check_endpoints(endpoints: Iterable[str]) -> None:
-    """Raises ConfigError for one that cannot be used here, because it is none or a library is missing."""
+    """Raises BadEndpoint for one that cannot be used here, because it is none or a library is missing."""
     for endpoint in endpoints:
         if not is_zmq(endpoint):
             parse(endpoint)

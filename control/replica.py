@@ -32,7 +32,7 @@ from ec_p2p.control.messages import (
 from ec_p2p.control.security import Security, secure_client
 from ec_p2p.control.sockets import Context, Socket, open_socket, receive_now, send_now, split_endpoint
 from ec_p2p.control.table import Table
-from ec_p2p.dialling import Line
+from ec_p2p.wire.dialling import Line
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from types import TracebackType
 import zmq
 
 from ec_p2p.control.sockets import Context, Socket, receive_now, send_now
-from ec_p2p.curve import Security, key_of, key_text, secure_client, secure_server
+from ec_p2p.wire.curve import Security, key_of, key_text, secure_client, secure_server
 
 __all__ = ["Gate", "Security", "receive_keyless", "receive_with_key", "secure_client", "secure_server"]
 

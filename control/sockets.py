@@ -11,7 +11,7 @@ from typing import TypeAlias
 import zmq
 
 from ec_p2p.control.codec import MAX_FRAME
-from ec_p2p.dead_peers import end_dead_connections
+from ec_p2p.wire.dead_peers import end_dead_connections
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"

@@ -52,7 +52,7 @@ class _Answer(NamedTuple):
 
 
 class ValkeyAnnouncer:
-    """As `interface.Announces` says. Raises ConfigError for an endpoint that is none, or without the library for it."""
+    """As `interface.Announces` says. Raises BadEndpoint for an endpoint that is none, or without the library for it."""
 
     def __init__(
         self, endpoint: str, shown: str, node: NodeInfo, *, heartbeat_s: float = 1.0, timeout_s: float = 4.0

@@ -48,7 +48,7 @@ class _Change(NamedTuple):
 
 
 class ValkeyReplica:
-    """As `interface.Replicates` and `directories.replicate` say. Raises ConfigError for an endpoint that is none, or
+    """As `interface.Replicates` and `directories.replicate` say. Raises BadEndpoint for an endpoint that is none, or
     without the library for it."""
 
     def __init__(

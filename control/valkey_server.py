@@ -17,8 +17,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from ec_p2p.config import ConfigError
-from ec_p2p.config_kinds import Endpoints, shown
 from ec_p2p.control import valkey_scripts
 from ec_p2p.control.codec import BadFrame, decode, encode
 from ec_p2p.control.messages import (
@@ -32,13 +30,17 @@ from ec_p2p.control.messages import (
     NodeInfo,
     NodeUp,
 )
+from ec_p2p.wire.notation import ENDPOINT_ACCEPTED, TLS_SCHEMES, is_endpoint, without_password
 
-_TLS = ("valkeys", "rediss")
 _PREFIX = "ec-p2p"
 _OLDEST = (6, 2)
 _PAGE = 1024
 _ENTRIES = 256
 _ARRAY_32 = 0xDD
+
+
+class BadEndpoint(ValueError):
+    """An endpoint that is none, or that cannot be used here."""
 
 
 class Unreachable(Exception):
@@ -117,23 +119,21 @@ class Server:
 
 
 def parse(endpoint: str) -> Server:
-    """What an endpoint means. Raises ConfigError, also where the library for it is missing."""
-    kind = Endpoints()
-    try:
-        kind.check([endpoint])
-    except ValueError:
-        raise ConfigError(f"directory={shown(endpoint)}; accepted: {kind.accepted}") from None
+    """What an endpoint means. Raises BadEndpoint, also where the library for it is missing."""
+    shown = f"directory={without_password(endpoint)!r}"
+    if not is_endpoint(endpoint):
+        raise BadEndpoint(f"{shown}; accepted: {ENDPOINT_ACCEPTED}")
     try:
         _library()
     except ImportError as error:
-        raise ConfigError(
-            f"directory={shown(endpoint)} needs the Python package 'redis' ({error}); accepted: with it, which comes "
+        raise BadEndpoint(
+            f"{shown} needs the Python package 'redis' ({error}); accepted: with it, which comes "
             "with the extra 'valkey' of ec-p2p, or a directory at 'tcp://host:14579'"
         ) from None
     parts = urlsplit(endpoint)
     files = dict(parse_qsl(parts.query))
     password_file = files.pop("password_file", "")
-    options: dict[str, Any] = {"ssl": parts.scheme in _TLS, **files}
+    options: dict[str, Any] = {"ssl": parts.scheme in TLS_SCHEMES, **files}
     if parts.username:
         options["username"] = unquote(parts.username)
     if parts.password:

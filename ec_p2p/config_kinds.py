@@ -16,20 +16,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ec_p2p.wire.notation import ENDPOINT_ACCEPTED, KEY, is_endpoint, without_password
+
 KIB, GIB = 1 << 10, 1 << 30
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_ZMQ = re.compile(r"tcp://[^/,\s]+:(\d{1,5})")
-_FILE = r"(?:password_file|ssl_ca_certs|ssl_certfile|ssl_keyfile)=/[^&,\s]*"
-_VALKEY = re.compile(
-    r"(?P<scheme>valkeys?|rediss?)://(?:[^/?#@,\s]*@)?[^/?#@,\s]+:(\d{1,5})"
-    rf"(?:/[\w.-]{{0,64}})?(?:\?(?P<files>{_FILE}(?:&{_FILE})*))?"
-)
-_USER = re.compile(r"://\S*@")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-"""A key as text: 32 bytes in Z85."""
 _HIDDEN = "..."
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _LONGEST_S = 10**9
@@ -248,10 +241,7 @@ class Endpoints(_Textual, frozen=True):
 
     @property
     def accepted(self) -> str:
-        return (
-            "text like 'tcp://host:14579', or 'valkey://[user:password@]host:6379/prefix' for a Valkey or Redis server "
-            "('valkeys://' with TLS), one or several"
-        )
+        return f"{ENDPOINT_ACCEPTED}, one or several"
 
     def check(self, value: object) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -259,23 +249,9 @@ class Endpoints(_Textual, frozen=True):
         if not isinstance(value, list | tuple):
             raise ValueError
         for endpoint in value:
-            if not isinstance(endpoint, str) or not _is_endpoint(endpoint):
+            if not isinstance(endpoint, str) or not is_endpoint(endpoint):
                 raise ValueError
         return tuple(value)
-
-
-def _is_endpoint(text: str) -> bool:
-    if match := _ZMQ.fullmatch(text):
-        return 0 < int(match[1]) < 65536
-    match = _VALKEY.fullmatch(text)
-    if not match or not 0 < int(match[2]) < 65536:
-        return False
-    return match["scheme"] in ("valkeys", "rediss") or "ssl_" not in (match["files"] or "")
-
-
-def without_password(text: str) -> str:
-    """Endpoints as they may be shown: in logs, in errors, and to whoever asks a node."""
-    return _USER.sub("://...@", text)
 
 
 class Keys(msgspec.Struct, frozen=True):

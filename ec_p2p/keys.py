@@ -12,7 +12,7 @@ import zmq
 
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.config_kinds import KeyRing, Keys, shown
-from ec_p2p.curve import Security, key_of, key_text, new_pair, public_of
+from ec_p2p.wire.curve import Security, key_of, key_text, new_pair, public_of
 from ec_p2p.yaml_files import read_map
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import zmq
 from ec_p2p.config import ConfigError, as_settings, make_config
 from ec_p2p.config_kinds import KeyRing, shown
 from ec_p2p.config_sources import load_ec_engine_config
-from ec_p2p.curve import key_of, key_text, new_pair
 from ec_p2p.keys import load_security, new_key_file, security_of
+from ec_p2p.wire.curve import key_of, key_text, new_pair
 
 PUBLIC, SECRET = map(key_text, new_pair())
 OTHER, OTHERS_SECRET = map(key_text, new_pair())

@@ -16,7 +16,7 @@ from ec_p2p.transport.interface import Reading, Span, State, Transport, Transpor
 if TYPE_CHECKING:
     import zmq
 
-    from ec_p2p.curve import Security
+    from ec_p2p.wire.curve import Security
 
 __all__ = [
     "Interconnect",

@@ -21,7 +21,6 @@ from ctypes import c_char
 import msgpack
 import zmq
 
-from ec_p2p.curve import KEY_BYTES, Security, secure_server, why_not
 from ec_p2p.transport.checks import check_next_range, check_span, pack_card, unpack_card
 from ec_p2p.transport.interface import Span, TransportError
 from ec_p2p.transport.zmq_reading import (
@@ -35,6 +34,7 @@ from ec_p2p.transport.zmq_reading import (
     receive,
     set_options,
 )
+from ec_p2p.wire.curve import KEY_BYTES, Security, secure_server, why_not
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ import msgpack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ec_p2p.curve import Security, secure_client
-from ec_p2p.dead_peers import end_dead_connections
-from ec_p2p.dialling import Line
 from ec_p2p.transport.interface import Span, State
+from ec_p2p.wire.curve import Security, secure_client
+from ec_p2p.wire.dead_peers import end_dead_connections
+from ec_p2p.wire.dialling import Line
 
 PROTOCOL_VERSION = 1
 CHUNK_BYTES = 512 << 10

@@ -11,8 +11,9 @@ from typing import Any
 
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import KINDS
-from ec_p2p.config_kinds import KeyRing, Size, readable_size, without_password
+from ec_p2p.config_kinds import KeyRing, Size, readable_size
 from ec_p2p.config_sources import Loaded, explain_ec_engine_config
+from ec_p2p.wire.notation import without_password
 
 
 def add_parser(subparsers: Any) -> None:

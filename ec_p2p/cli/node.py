@@ -13,7 +13,7 @@ import tempfile
 from typing import Any
 
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
-from ec_p2p.config import Config, make_config
+from ec_p2p.config import Config, ConfigError, make_config
 from ec_p2p.config_sources import explain_ec_engine_config
 from ec_p2p.control.directories import check_endpoints
 from ec_p2p.descriptors import allow_descriptors
@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger().setLevel(config.log_level)
     # For what is wrong with them: who starts the node is to see it.
     load_security(config)
-    check_endpoints(config.directories)
+    try:
+        check_endpoints(config.directories)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     allow_descriptors()
     if args.spawned:
         _detach(config)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import zmq
 
 from ec_p2p.config import Config
-from ec_p2p.config_kinds import without_password
 from ec_p2p.control.directories import announce_to
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.directory_figures import source_of
@@ -23,6 +22,7 @@ from ec_p2p.control.interface import Announces, Pollable
 from ec_p2p.control.messages import Advert, InstanceInfo, NodeInfo
 from ec_p2p.control.security import Security
 from ec_p2p.control.view import View
+from ec_p2p.wire.notation import without_password
 
 logger = logging.getLogger(__name__)
 

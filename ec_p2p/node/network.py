@@ -12,11 +12,11 @@ import zmq
 
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.directories import host_of
-from ec_p2p.curve import Security, key_text
 from ec_p2p.engine.arena import Arena
 from ec_p2p.transport import open_transport
 from ec_p2p.transport.interconnect import Interconnect
 from ec_p2p.transport.interface import Transport
+from ec_p2p.wire.curve import Security, key_text
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from ec_p2p.control.messages import (
 )
 from ec_p2p.control.security import Security, secure_client, secure_server
 from ec_p2p.control.sockets import bound_port, open_socket, send_now
-from ec_p2p.curve import why_not
-from ec_p2p.dialling import Line
 from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.transport.interface import Transport, TransportError
+from ec_p2p.wire.curve import why_not
+from ec_p2p.wire.dialling import Line
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass
 
 from ec_p2p.config import Config
-from ec_p2p.config_kinds import without_password
 from ec_p2p.control.exposition import Source
 from ec_p2p.control.messages import NodeInfo
 from ec_p2p.control.pulse import Pulse
@@ -30,6 +29,7 @@ from ec_p2p.node.sessions import Sessions
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.wants import Wants
 from ec_p2p.transport import Transport
+from ec_p2p.wire.notation import without_password
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, InstanceInfo, NodeInfo
-from ec_p2p.curve import Security
+from ec_p2p.wire.curve import Security
 from tests.control.harness import Loop, advert
 from tests.node.conftest import Fleet
 

@@ -14,9 +14,9 @@ from ec_p2p.cli.ls import as_text
 from ec_p2p.control.codec import encode
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import PROTOCOL_VERSION, EntryState, InstanceInfo, NodeInfo, Welcome
-from ec_p2p.curve import key_text
 from ec_p2p.keys import new_key_file, security_of
 from ec_p2p.node.client import NodeClient
+from ec_p2p.wire.curve import key_text
 from tests.cli.commands import run
 from tests.cli.conftest import Announced, held
 from tests.control.harness import node

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import zmq
 
 from ec_p2p.control.sockets import Context, Socket, open_socket
-from ec_p2p.curve import Security, key_text, new_pair, secure_client
+from ec_p2p.wire.curve import Security, key_text, new_pair, secure_client
 
 
 class Pair:

@@ -13,8 +13,8 @@ import zmq
 from ec_p2p.control.codec import MAX_FRAME
 from ec_p2p.control.security import Gate, receive_with_key
 from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket
-from ec_p2p.curve import Security, key_of, key_text, new_pair, public_of, secure_client, secure_server
-from ec_p2p.dialling import Line
+from ec_p2p.wire.curve import Security, key_of, key_text, new_pair, public_of, secure_client, secure_server
+from ec_p2p.wire.dialling import Line
 from tests.control.keys import Pair, dial
 
 SERVER, MEMBER, STRANGER = Pair(), Pair(), Pair()

@@ -29,7 +29,7 @@ from ec_p2p.control.messages import (
 )
 from ec_p2p.control.security import Gate
 from ec_p2p.control.sockets import Socket, bound_port, open_socket, split_endpoint
-from ec_p2p.curve import Security, secure_server
+from ec_p2p.wire.curve import Security, secure_server
 from tests.control.harness import Loop, advert, node
 from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE, NULL

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from ec_p2p.config import ConfigError
 from ec_p2p.control import valkey_scripts, valkey_server
 from ec_p2p.control.codec import encode
 from ec_p2p.control.messages import Announce, Changed, InstanceInfo, NodeDown, NodeUp
-from ec_p2p.control.valkey_server import Connection, Position, Refuses, Unreachable, parse
+from ec_p2p.control.valkey_server import BadEndpoint, Connection, Position, Refuses, Unreachable, parse
 from tests.control.harness import Loop, advert, node
 from tests.control.valkey_process import ValkeyProcess, needs_server
 
@@ -376,7 +375,7 @@ def test_what_an_endpoint_means(endpoint: str, expected: tuple[object, ...]) -> 
     ],
 )
 def test_an_endpoint_that_cannot_be_used_is_refused_without_its_password(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"directory=.*; accepted: text like 'tcp://host:14579', or") as caught:
+    with pytest.raises(BadEndpoint, match=r"directory=.*; accepted: text like 'tcp://host:14579', or") as caught:
         parse(endpoint)
     assert "pass@word" not in str(caught.value)
 
@@ -387,5 +386,5 @@ def test_without_the_client_library_the_extra_is_named(loop: Loop, monkeypatch: 
 
     monkeypatch.setattr(valkey_server, "_library", missing)
     for make in (lambda: loop.replica("valkey://h:1"), lambda: loop.announcer("valkey://h:1", node(1))):
-        with pytest.raises(ConfigError, match=r"needs the Python package 'redis' .* extra 'valkey' of ec-p2p"):
+        with pytest.raises(BadEndpoint, match=r"needs the Python package 'redis' .* extra 'valkey' of ec-p2p"):
             make()

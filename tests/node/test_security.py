@@ -15,12 +15,12 @@ import zmq
 from ec_p2p.config import make_config
 from ec_p2p.control.codec import decode, encode
 from ec_p2p.control.messages import PROTOCOL_VERSION, Card, CardRequest, FromPeer, SnapshotRequest, StageRequest
-from ec_p2p.curve import key_text
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Landed, Missing
 from ec_p2p.node.network import say_who_gets_in
 from ec_p2p.node.spawn import node_command
 from ec_p2p.transport import nixl_available
+from ec_p2p.wire.curve import key_text
 from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE
 from tests.node.conftest import Client, Fleet, free_ports, until

@@ -11,9 +11,9 @@ import msgspec
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.config import Config, ConfigError
-from ec_p2p.config_kinds import without_password
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.network import hosts, is_loopback
+from ec_p2p.wire.notation import without_password
 
 _CONNECT_S = 1.0
 _ATTACH_S = 1.0

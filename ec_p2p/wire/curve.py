@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
-from ec_p2p.config_kinds import KEY
+from ec_p2p.wire.notation import KEY
 
 KEY_BYTES = 32
 _DOMAIN = b"ec-p2p"
