@@ -159,13 +159,13 @@ def _measure_with_reader(
     there.close()
     try:
         identities = [identity for loads in wholes.items() for load in loads for identity in load.identities]
-        _turn_until(node, lambda: all(node.sources.holders(identity) for identity in identities))
-        _turn_until(node, lambda: node.gauge("peers_ready") == 1)
+        _turn_until(node, lambda: all(node.wiring.sources.holders(identity) for identity in identities))
+        _turn_until(node, lambda: _gauge(node, "peers_ready") == 1)
         if config.landing == "device":
-            _turn_until(node, lambda: node.gauge("landers") == 1)
+            _turn_until(node, lambda: _gauge(node, "landers") == 1)
         results: dict[Load, dict[str, list[float]]] = {load: {kind: [] for kind in _KINDS} for load in wholes}
         for load, whole in wholes.items():
-            landing = node.backend.reserve(load.nbytes)
+            landing = node.wiring.backend.reserve(load.nbytes)
             copies = (ctypes.create_string_buffer(load.nbytes), ctypes.create_string_buffer(load.nbytes))
             for round_ in range(-3, repeat):  # three rounds to touch pages and warm caches
                 raw = _raw_read(node, whole.identities[0], landing.offset)
@@ -174,7 +174,7 @@ def _measure_with_reader(
                 if round_ >= 0:
                     for kind, seconds in {"raw": raw, "memcpy": copied, **seen}.items():
                         results[load][kind].append(seconds)
-            node.backend.release(landing)
+            node.wiring.backend.release(landing)
         here.send(None)
         return results
     finally:
@@ -190,11 +190,11 @@ def _raw_read(node: Any, identity: bytes, landing: int) -> float:
     """One READ of the payload and nothing else, polled without a pause."""
     from ec_p2p.transport.interface import Span, State
 
-    info, advert = node.sources.holders(identity)[0]
+    info, advert = node.wiring.sources.holders(identity)[0]
     started = time.perf_counter()
-    reading = node.transport.read(info.incarnation.hex(), (Span(advert.offset, landing, advert.nbytes),))
+    reading = node.wiring.transport.read(info.incarnation.hex(), (Span(advert.offset, landing, advert.nbytes),))
     while (state := reading.poll()) is State.POSTED:
-        node.transport.progress()
+        node.wiring.transport.progress()
     seconds = time.perf_counter() - started
     reading.release()
     if state is not State.DONE:
@@ -209,7 +209,7 @@ def _client_round(node: Any, pipe: multiprocessing.connection.Connection, load: 
     _turn_until(node, lambda: pipe.poll(0))
     answer: dict[str, float] | str = pipe.recv()
     for identity in load.identities:
-        node.backend.remove(identity)
+        node.wiring.backend.remove(identity)
     if isinstance(answer, str):
         raise RuntimeError(f"the fetch of {load.nbytes} bytes did not land: {answer}")
     return answer
@@ -219,6 +219,10 @@ def _memcpy(source: Any, target: Any, size: int) -> float:
     started = time.perf_counter()
     ctypes.memmove(target, source, size)
     return time.perf_counter() - started
+
+
+def _gauge(node: Any, name: str) -> Any:
+    return node.wiring.status.gauges()[name, ()]
 
 
 def _turn_until(node: Any, condition: Any) -> None:

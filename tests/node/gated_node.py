@@ -43,7 +43,7 @@ class Gate:
 
 
 def put_gates(node, gate):
-    transport, peers = node.transport, node._peers
+    transport, peers = node.wiring.transport, node.wiring.peers
     up, connect, read, stage = peers.up, transport.connect, transport.read, peers.stage
 
     def gated_up(info, now):

@@ -70,7 +70,7 @@ def test_a_node_whose_loop_hangs_is_not_healthy(zmq_fleet: Fleet, here: Node) ->
     port = int(zmq_fleet.client(here.config).inspect().node["metrics_port"])
     assert get(port, "/healthz")[0] == 200
     goes_on = threading.Event()
-    here._mailbox.post(lambda: goes_on.wait(60))
+    here.wiring.mailbox.post(lambda: goes_on.wait(60))
     try:
         until(lambda: get(port, "/healthz")[0] == 503, "the hang to be told")
         status, _, body = get(port, "/healthz")

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ec_p2p.node import service
+from ec_p2p.node import wiring
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.client import Detached
 from ec_p2p.node.messages import Landed
@@ -30,7 +30,7 @@ def answers(config):
 def test_clients_and_fleet_are_told_before_the_disk_gets_what_waits(zmq_fleet, tmp_path, monkeypatch, address):
     gate = Gate("pwritev")
     monkeypatch.setattr("ec_p2p.engine.disk.Files", lambda: Sick(gate))
-    monkeypatch.setattr(service, "_DRAIN_S", 600.0)
+    monkeypatch.setattr(wiring, "_DRAIN_S", 600.0)
     folder = tmp_path / "disk"
     other = zmq_fleet.client(zmq_fleet.node("b"))
     settings = {"node_socket": str(tmp_path / "node")} if address == "file" else {}
@@ -43,7 +43,7 @@ def test_clients_and_fleet_are_told_before_the_disk_gets_what_waits(zmq_fleet, t
         assert isinstance(lease, Landed)
         assert gate.reached.wait(20)
         here.node.stop()
-        until(lambda: Detached(here.node.incarnation) in client.node.poll(), "the client to be told")
+        until(lambda: Detached(here.node.wiring.incarnation) in client.node.poll(), "the client to be told")
         until(lambda: not other.inspect().peers, "the fleet to be told")
         assert here.thread.is_alive(), "it waits for the disk"
         assert not list(folder.rglob("*.safetensors"))
