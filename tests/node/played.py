@@ -14,11 +14,14 @@ from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Fetches
+from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
+from ec_p2p.node.leases import Leases
 from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.staging import Staging
+from ec_p2p.node.wants import Wants
 from ec_p2p.transport.interface import State, TransportError
 
 from .conftest import until
@@ -241,3 +244,63 @@ class Rig:
         self.storage.disk = None
         self.mailbox.close()
         self.storage.close()
+
+
+class WantingRig(Rig):
+    """A rig whose fetches and stagings are for the wants of clients, wired as a node's are. Nothing is on its disk."""
+
+    def __init__(self):
+        super().__init__()
+        self.disk.there = False
+        self.now = 0.0
+        self.rates = Rates(lambda: self.now)
+        self.leases = Leases()
+        self.holders_of = {}
+        self.encoding = set()
+
+    def serve(self, device_reads, send):
+        """`send(session, message)` gets what clients are told."""
+        self.wants = Wants(
+            self.backend,
+            self.staging,
+            self.fetches,
+            device_reads,
+            self.leases,
+            self,
+            FetchPolicy("always", self.rates, EncodeTimes()),
+            self.counters,
+            lambda entry: None,
+            send,
+            lambda session, readers: True,
+        )
+
+    # what is known of the fleet
+
+    def holders(self, identity):
+        return self.holders_of.get(identity, [])
+
+    def encoded_here(self, identity, instance):
+        return identity in self.encoding
+
+    def encoded_elsewhere(self, identity):
+        return False
+
+    # what the parts hear of each other
+
+    def on_landed(self, landed):
+        self.wants.landed(landed, "remote")
+
+    def on_failed(self, identity, reason):
+        self.wants.failed(identity, reason, self.now)
+
+    def on_staged(self, entry, started_at):
+        self.wants.landed([(entry, started_at)], "disk")
+
+    def on_not_staged(self, identity, reason):
+        self.wants.not_staged(identity, reason, self.now)
+
+    def on_looked(self, identity):
+        self.wants.changed(identity, self.now)
+
+    def still_wanted(self, identity):
+        return self.wants.wanted(identity)

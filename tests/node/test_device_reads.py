@@ -15,8 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
 from ec_p2p.node.device_reads import DeviceReads
-from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
-from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import (
     DropEntry,
     Landed,
@@ -29,8 +27,6 @@ from ec_p2p.node.messages import (
     Want,
     WantItem,
 )
-from ec_p2p.node.rates import Rates
-from ec_p2p.node.wants import Wants
 from ec_p2p.transport.interface import State
 
 from . import played
@@ -106,19 +102,15 @@ class Peers(played.Peers):
         return peer
 
 
-class Host(played.Rig):
+class Host(played.WantingRig):
     """A node's wants with their fetches and device reads, and the sessions of its clients."""
 
     def __init__(self):
         super().__init__()
         self.wire.__class__ = Wire
-        self.disk.there = False
-        self.now = 0.0
-        self.rates = Rates(lambda: self.now)
         self.clients = []
         self.peers = Peers(self.wire)
         self.holders_of = {A: [holder(1, advert(A)), holder(2, advert(A))], B: [holder(1, advert(B))]}
-        self.leases = Leases()
         self.next_sid = 0
         self.next_want = 0
         self.device_reads = DeviceReads(
@@ -130,47 +122,10 @@ class Host(played.Rig):
             lambda read: self.wants.landed_on_device(read),
             lambda instance, identity: self.wants.not_on_device(instance, identity, self.now),
         )
-        self.wants = Wants(
-            self.backend,
-            self.staging,
-            self.fetches,
-            self.device_reads,
-            self.leases,
-            self,
-            FetchPolicy("always", self.rates, EncodeTimes()),
-            self.counters,
-            lambda entry: None,
-            self.send,
-            lambda session, readers: True,
-        )
-
-    # what is known of the fleet
+        self.serve(self.device_reads, self.send)
 
     def holders(self, identity):
         return [each for each in self.holders_of[identity] if each[0].incarnation not in self.peers.gone]
-
-    def encoded_here(self, identity, instance):
-        return False
-
-    def encoded_elsewhere(self, identity):
-        return False
-
-    # what the node's service passes on
-
-    def on_landed(self, landed):
-        self.wants.landed(landed, "remote")
-
-    def on_failed(self, identity, reason):
-        self.wants.failed(identity, reason, self.now)
-
-    def on_not_staged(self, identity, reason):
-        self.wants.not_staged(identity, reason, self.now)
-
-    def on_looked(self, identity):
-        self.wants.changed(identity, self.now)
-
-    def still_wanted(self, identity):
-        return self.wants.wanted(identity)
 
     # sessions
 

@@ -9,15 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
-from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import Landed, Missing, Pending, Want, WantItem
 from ec_p2p.node.peers import PeerState
-from ec_p2p.node.rates import Rates
-from ec_p2p.node.wants import Wants
 from ec_p2p.transport.interface import State
 
-from .played import A, B, Rig, advert, holder
+from .played import A, B, WantingRig, advert, holder
 
 
 class NoDevices:
@@ -30,62 +26,13 @@ class NoDevices:
         return False
 
 
-class Answering(Rig):
-    """A rig whose fetches and stagings are for the wants of clients."""
+class Answering(WantingRig):
+    """Keeps what its clients are told."""
 
     def __init__(self):
         super().__init__()
-        self.disk.there = False
-        self.holders_of = {}
-        self.encoding = set()
         self.said = []
-        self.wants = Wants(
-            self.backend,
-            self.staging,
-            self.fetches,
-            NoDevices(),
-            Leases(),
-            self,
-            FetchPolicy("always", Rates(), EncodeTimes()),
-            self.counters,
-            lambda entry: None,
-            lambda session, message: self.said.append((session.sid, message)),
-            lambda session, readers: True,
-        )
-        self.now = 0.0
-
-    # what is known of the fleet
-
-    def holders(self, identity):
-        return self.holders_of.get(identity, [])
-
-    def encoded_here(self, identity, instance):
-        return identity in self.encoding
-
-    def encoded_elsewhere(self, identity):
-        return False
-
-    # what the node's service passes on
-
-    def on_landed(self, landed):
-        self.wants.landed(landed, "remote")
-
-    def on_failed(self, identity, reason):
-        self.wants.failed(identity, reason, self.now)
-
-    def on_staged(self, entry, started_at):
-        self.wants.landed([(entry, started_at)], "disk")
-
-    def on_not_staged(self, identity, reason):
-        self.wants.not_staged(identity, reason, self.now)
-
-    def on_looked(self, identity):
-        self.wants.changed(identity, self.now)
-
-    def still_wanted(self, identity):
-        return self.wants.wanted(identity)
-
-    # clients
+        self.serve(NoDevices(), lambda session, message: self.said.append((session.sid, message)))
 
     def want(self, *identities, sid=1, want=1, expect_ms=0):
         session = SimpleNamespace(sid=sid, attach=SimpleNamespace(instance=f"i{sid}", kind="tool"))
