@@ -2,11 +2,12 @@
 
 Owns the Unix listener and the attached Unix sockets, on which everything travels, one message a datagram. It must
 never know what a message means: `service` decides. A session ends when its socket closes, which the kernel does for
-every kind of death, or when its process has ended.
+every kind of death, when its process has ended, or with the node; in each case after all that had arrived by then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import itertools
@@ -64,7 +65,7 @@ class Sessions:
     """All clients of one node. Driven by the node's loop: `poll_targets` say what to watch, `on_ready` what became
     readable.
 
-    `on_message(session, message)` and `on_closed(session)` are called from `on_ready`, the latter from `dismiss` too.
+    `on_message(session, message)` and `on_closed(session)` are called from `on_ready` and from `dismiss`.
     The constructor raises AlreadyRunning when the name is taken; `on_ready` raises OSError when nobody can be let in,
     since no descriptor is left: who wants in stays in line.
     """
@@ -138,9 +139,7 @@ class Sessions:
             self._admit(self._newcomers.pop(target)[0])
             return True
         if target in self._by_pidfd:
-            session = self._by_pidfd[target]
-            self._receive(session)  # what it had sent still counts: commits are complete entries
-            self._end(session)
+            self._end(self._by_pidfd[target])
             return True
         if target in self._by_fd:
             session = self._by_fd[target]
@@ -270,9 +269,19 @@ class Sessions:
             self._by_pidfd[session.pidfd] = session
         logger.info("attached: %s %s rank %d", attach.kind, attach.instance, attach.rank)
 
+    def _hear_out(self, session: Session) -> None:
+        """Take in all that has arrived: commits are complete entries. That is what the socket holds, and no more, since
+        a child of a dead client could go on for ever."""
+        with contextlib.suppress(OSError):  # the other end is closed already
+            session.sock.shutdown(socket.SHUT_RD)
+        while self._receive(session):
+            pass
+
     def _end(self, session: Session) -> None:
-        if self._by_fd.pop(session.fd, None) is None:
+        if session.fd not in self._by_fd:
             return
+        self._hear_out(session)
+        del self._by_fd[session.fd]
         self._to_flush.pop(session.sid, None)
         session.outbox.flush()
         session.sock.close()
