@@ -42,6 +42,7 @@ from ec_p2p.wire.dialling import Line
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 1.0
+"""After a request that was not answered, or by a card that tells of no more than the one before."""
 
 
 class PeerState(Enum):
@@ -255,6 +256,8 @@ class Peers:
             self._complain(peer, f"cannot connect to node {peer.info.name}: {error}")
             return
         peer.complained = False
+        if card.registered > peer.registered:
+            peer.asked_at = float("-inf")  # its arena grows, and may have grown again
         peer.revision, peer.registered, peer.blob = card.revision, card.registered, card.blob
         peer.state = PeerState.READY
         self._on_ready(peer)
