@@ -161,37 +161,39 @@ class Saver:
             return "layout"
         rows, dim = tensor.shape
         nbytes = tensor.numel() * tensor.element_size()
+        takes = whole_pages(nbytes)
         self.settle()
         self._after_copies.make_room()
-        window = self._window_for(nbytes)
+        window = self._window_for(takes)
         if window is None:
             attached = self._client.attached
             if attached is None:
                 return "detached"
-            return "too_large" if nbytes > attached.largest_entry else "no_window"
+            return "too_large" if takes > attached.largest_entry else "no_window"
         arena = self._client.arena(self._incarnation)
         assert arena is not None
-        offset = window.take(nbytes)
+        offset = window.take(takes)
         copied = self._device_of(tensor.device).copy_in(arena, offset, tensor)
         self._after_copies.send(copied, Commit(window.window, identity, offset, nbytes, rows, dim, dtype))
         return "saved"
 
-    def _window_for(self, nbytes: int) -> _WriteWindow | None:
+    def _window_for(self, takes: int) -> _WriteWindow | None:
+        """One with room for an entry that takes so many bytes, whole pages."""
         for window in self._windows:
-            if window.room >= nbytes:
+            if window.room >= takes:
                 return window
         # None fits: an item larger than any before, or a burst. One round trip now, larger windows from here on.
         attached = self._client.attached
-        if attached is None or nbytes > attached.largest_entry or time.monotonic() < self._not_before:
+        if attached is None or takes > attached.largest_entry or time.monotonic() < self._not_before:
             return None
-        request = self._ask(max(nbytes, self._window_bytes))
+        request = self._ask(max(takes, self._window_bytes))
         deadline = time.monotonic() + _WINDOW_WAIT_S
         while request in self._asked and (left := deadline - time.monotonic()) > 0:
             self._take_in(self._client.poll(left))
         if request in self._asked:
             self._not_before = time.monotonic() + _SILENCE_S
         for window in self._windows:
-            if window.room >= nbytes:
+            if window.room >= takes:
                 return window
         return None
 
@@ -261,8 +263,7 @@ class _WriteWindow:
         return self._start + self.nbytes - self._next
 
     def take(self, nbytes: int) -> int:
-        """Offset of `nbytes` that nobody else gets; a zero-byte entry takes a page, for it needs an extent of its
-        own."""
+        """Offset of `nbytes`, whole pages, that nobody else gets."""
         offset = self._next
-        self._next += whole_pages(nbytes)
+        self._next += nbytes
         return offset

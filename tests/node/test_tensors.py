@@ -93,6 +93,17 @@ def test_other_shapes_are_skipped_and_the_scheduler_is_told(host, tensor):
     assert scheduler.expect(SaveSkipped).reason == "layout"
 
 
+def test_an_item_without_rows_that_finds_its_window_full_gets_room_in_another(host):
+    worker, scheduler = host
+    saver = Saver(worker.node)
+    save(saver, scheduler, A, torch.ones(1024, 256))  # 1 MiB, which is a window
+    until(lambda: saver.save(B, torch.ones(0, 16)) == "saved", "another window")
+    scheduler.expect(Saved, lambda m: m.identity == B)
+    assert scheduler.inspect().counters.get("bad_commits", 0) == 0
+    [answer] = scheduler.want(B, readers=1)
+    assert load(worker, place(scheduler, answer)).shape == (0, 16)
+
+
 def test_an_item_larger_than_a_window_gets_one_of_its_own(host):
     worker, scheduler = host
     saver = Saver(worker.node)
