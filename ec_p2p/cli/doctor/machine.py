@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import resource
+import time
 from pathlib import Path
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config
-from ec_p2p.config_kinds import GIB
+from ec_p2p.engine.disk import LAYOUT
 
 _SHM_LEAST = 512 << 20
 _FILES_LEAST = 4096
+_COUNTING_S = 3.0
 _TIME_ERROR = 5
 """What adjtimex returns while nothing keeps the clock right."""
 
@@ -83,24 +87,30 @@ def open_files() -> Finding:
 
 
 def disk(config: Config) -> Finding:
-    """The folder of the second tier."""
-    folder = config.local_disk
-    if not folder:
+    """The folder of the second tier, which the node makes where it is missing."""
+    if not config.local_disk:
         return ok("disk tier", "none: local_disk is not set")
+    folder = Path(config.local_disk)
     try:
-        os.makedirs(folder, exist_ok=True)
-        probe = os.path.join(folder, f".doctor-{os.getpid()}")
-        with open(probe, "wb"):
-            pass
-        os.unlink(probe)
-        space = os.statvfs(folder)
+        there = next(path for path in (folder / LAYOUT, folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission, or mounted read-only")
+        space = os.statvfs(there)
     except OSError as error:
         mend = f"make {folder} a folder that this user may write to, or set local_disk to another"
         return problem("disk tier", f"{folder} cannot be written to ({error.strerror})", mend)
     free = space.f_bavail * space.f_frsize
-    says = f"{folder}: {size(free)} free, may hold {size(config.max_local_disk_size)}"
-    if free < min(config.max_local_disk_size, GIB):
-        return note("disk tier", says, "make room, or lower max_local_disk_size (what the folder holds already counts)")
+    made = "" if folder.exists() else " (not there yet: the node makes it)"
+    says = f"{folder}{made}: {size(free)} free, may hold {size(config.max_local_disk_size)}"
+    if free < config.max_local_disk_size:
+        held = _bytes_below(folder / LAYOUT)
+        says += f", holds {size(held)}"
+        if free + held < config.max_local_disk_size:
+            return note(
+                "disk tier", says, "lower max_local_disk_size, or make room: it does not fit this disk as it is"
+            )
     return ok("disk tier", says)
 
 
@@ -117,6 +127,19 @@ def clock() -> Finding:
             "run chrony or ntpd",
         )
     return ok("clock", "kept right" if state >= 0 else "cannot be asked; the protocol does not need it")
+
+
+def _bytes_below(folder: Path) -> int:
+    """Of all files; of some, where there are so many that counting them takes long."""
+    until = time.monotonic() + _COUNTING_S
+    nbytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                nbytes += os.lstat(os.path.join(parent, name)).st_size
+        if time.monotonic() > until:
+            break
+    return nbytes
 
 
 def _available(root: Path) -> int:

@@ -43,19 +43,6 @@ def test_an_arena_larger_than_the_container(tmp_path: Path) -> None:
     assert "container's memory limit leaves 1.0 GiB" in finding.says
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    finding = machine.disk(make_config({"local_disk": str(tmp_path / "file" / "folder")}))
-    assert finding.level is Level.PROBLEM
-    assert str(tmp_path / "file" / "folder") in finding.says
-
-
-def test_a_folder_that_can_is_left_as_it_was(tmp_path: Path) -> None:
-    finding = machine.disk(make_config({"local_disk": str(tmp_path), "max_local_disk_size": "1MiB"}))
-    assert finding.level is Level.OK
-    assert not list(tmp_path.iterdir())
-
-
 def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
     assert machine.shared_memory(tmp_path / "none").level is Level.PROBLEM
 
