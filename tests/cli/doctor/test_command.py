@@ -39,6 +39,14 @@ def test_a_problem_is_told_with_its_remedy_and_fails(tmp_path) -> None:
     assert " problems, " in lines[-1]
 
 
+def test_directories_are_named_as_for_other_commands() -> None:
+    endpoints = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    done = doctor("--set", "transport=zmq", "--directory", endpoints[0], "--directory", endpoints[1])
+    assert done.returncode == 1
+    for endpoint in endpoints:
+        assert f" problem  directory {endpoint}: " in done.stdout
+
+
 def test_a_setting_that_cannot_be_used_is_an_error_of_one_line() -> None:
     done = doctor("--set", "transport=ib")
     assert (done.returncode, done.stdout) == (2, "")
