@@ -141,18 +141,23 @@ class LocalCPUBackend:
         Packs the largest first into the first slab with room; it may say no where a cleverer packing exists, never
         yes where none does.
         """
-        rooms, slots = list(self._extents.rooms), list(self._extents.slots)
-        if sum(sizes) + PAGE * len(sizes) <= rooms[0] and len(sizes) <= slots[0]:
+        room, slots = self._extents.rooms[0], self._extents.slots[0]
+        if sum(sizes) + PAGE * len(sizes) <= room and len(sizes) <= slots:
             return True
-        for size in sorted(map(whole_pages, sizes), reverse=True):
-            for index, room in enumerate(rooms):
-                if size <= room and slots[index]:
-                    rooms[index] -= size
-                    slots[index] -= 1
-                    break
-            else:
-                return False
-        return True
+        return all(self.fit_in_order(sorted(sizes, reverse=True)))
+
+    def fit_in_order(self, sizes: Iterable[int]) -> list[bool]:
+        """Of entries of these payload bytes, whether each could be in the empty arena at once with those before it that
+        could. Packs each into the first slab with room."""
+        rooms, slots = list(self._extents.rooms), list(self._extents.slots)
+        fit: list[bool] = []
+        for size in map(whole_pages, sizes):
+            index = next((index for index, room in enumerate(rooms) if size <= room and slots[index]), None)
+            if index is not None:
+                rooms[index] -= size
+                slots[index] -= 1
+            fit.append(index is not None)
+        return fit
 
     # ------------------------------------------------------------ storing
 

@@ -192,7 +192,7 @@ class DeviceReads:
             self._fail(read, "gone")
         else:
             self._counters.add("device_reads", outcome="landed")
-            self._rates.observe(read.source.incarnation, read.advert.nbytes, read.started_at)
+            self._rates.begun(read.source.incarnation, read.started_at).done(read.advert.nbytes)
             with closing(self.pin(read)):
                 self._on_landed(read)
 

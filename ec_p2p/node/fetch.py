@@ -193,8 +193,11 @@ class Fetches:
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
         self._complained_of.discard(incarnation)
+        waits = (Stage.WAITING_MEMORY, Stage.CONNECTING, Stage.STAGING)
         for fetch in list(self._fetches.values()):
-            if fetch.stage in (Stage.CONNECTING, Stage.STAGING) and fetch.source.incarnation == incarnation:
+            fetch.holders = [holder for holder in fetch.holders if holder[0].incarnation != incarnation]
+            if fetch.stage in waits and fetch.source.incarnation == incarnation:
+                self._memory.leave(fetch)
                 self._failed_holder(fetch, "gone", now)
                 self._drive(fetch, now)
 
@@ -316,7 +319,10 @@ class Fetches:
 
     def _broken(self, fetch: Fetch, why: str, extent: Extent | None, now: float) -> None:
         fetch.extent = extent
-        self._rates.failed(fetch.source.incarnation)
+        if why == "late":
+            self._rates.silent(fetch.source.incarnation)
+        elif why != "stuck":  # which may be for the sake of another holder
+            self._rates.failed(fetch.source.incarnation)
         self._failed_holder(fetch, why, now)
         self._drive(fetch, now)
 
@@ -364,8 +370,8 @@ class Fetches:
     # -------------------------------------------------------- endings
 
     def _silent_holder(self, fetch: Fetch, why: str, now: float) -> None:
-        """It has not answered. Whoever asks it next would wait as long: for a while, others are better."""
-        self._rates.failed(fetch.source.incarnation)
+        """It has not answered in time."""
+        self._rates.silent(fetch.source.incarnation)
         self._failed_holder(fetch, why, now)
 
     def _failed_holder(self, fetch: Fetch, why: str, now: float) -> None:

@@ -77,13 +77,15 @@ class Saving:
             self._memory.release(extent)
 
     def session_gone(self, session: Session) -> None:
-        """Free its windows, and give up what its instance was about to encode: whoever waits for that waits in vain."""
+        """Free its windows. With the last scheduler of an instance give up what that was about to encode: whoever waits
+        for it waits in vain."""
         for window in list(session.windows):
             self.close_window(session, window)
-        if session.attach.kind == "scheduler":
-            self._encode_times.forget(session.attach.instance)
-            for identity in self._encodings.of(session.attach.instance):
-                self._give_up(identity)
+        instance = session.attach.instance
+        if session.attach.kind == "scheduler" and not self._sessions.schedulers_of(instance):
+            self._encode_times.forget(instance)
+            for identity in self._encodings.of(instance):
+                self._give_up(identity, instance)
 
     # -------------------------------------------------------- entries
 
@@ -99,10 +101,10 @@ class Saving:
             return
         began = self._encodings.begun_at(entry.identity, session.attach.instance)
         if began is not None:
-            self._encode_times.committed(session.attach.instance, entry.rows, began, time.monotonic())
+            self._encode_times.committed(session.attach.instance, entry.rows, entry.nbytes, began, time.monotonic())
         self._counters.add("saves")
         self._counters.add("saved_bytes", entry.nbytes)
-        self._encodings.end(entry.identity)
+        self._encodings.end(entry.identity, session.attach.instance)
         self.advertise(entry)
         for scheduler in self._sessions.schedulers_of(session.attach.instance):
             self._sessions.send(scheduler, Saved(entry.identity, entry.nbytes))
@@ -116,8 +118,7 @@ class Saving:
         self._no_entry(session, message)
 
     def _no_entry(self, session: Session, message: SaveSkipped) -> None:
-        if self._encodings.by(message.identity, session.attach.instance):
-            self._give_up(message.identity)
+        self._give_up(message.identity, session.attach.instance)
         for scheduler in self._sessions.schedulers_of(session.attach.instance):
             self._sessions.send(scheduler, message)
 
@@ -179,11 +180,14 @@ class Saving:
 
     def tick(self, now: float) -> None:
         """Give up encodes that were announced too long ago."""
-        for identity in self._encodings.expire(now):
-            self._give_up(identity)
+        for identity, instance in self._encodings.late(now):
+            self._give_up(identity, instance)
 
-    def _give_up(self, identity: bytes) -> None:
-        self._encodings.end(identity)
-        if self._backend.peek(identity) is None:
+    def _give_up(self, identity: bytes, instance: str) -> None:
+        """Nothing comes of this instance's encode, if it had announced one. Another one's may go on: then the fleet is
+        told nothing new, but the other itself waits in vain for this one's."""
+        if not self._encodings.end(identity, instance):
+            return
+        if identity not in self._encodings and self._backend.peek(identity) is None:
             self._tell(identity)
         self._on_change(identity)

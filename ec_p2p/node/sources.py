@@ -17,17 +17,22 @@ from ec_p2p.node.peers import Peers, PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.saving import Saving
 
+_ASSUMED_BYTES_PER_S = 1e9
+"""Of a holder that was not measured lately, once something is on its way from there."""
+
 
 class _Rank(NamedTuple):
     """The lower the better, from the first to the last."""
 
+    nbytes: int
+    """Holders that disagree about an entry cannot all be right: what asks for the least memory is found out first."""
     only_on_disk: bool
     cannot_be_read_now: bool
     failed_lately: bool
     on_another_host: bool
     doublings: int
-    """Of the time that the READ may take, what is in flight from there included. A holder that has not been measured
-    comes before those that have: that is how it gets measured."""
+    """Of the time that the READ may take, what is in flight from there included. A holder that was not measured
+    lately comes before those that were, until something is on its way from there: that is how it gets measured."""
     turn: int
     """An order of this reader's own, so that a popular entry is not read from one holder by all."""
 
@@ -66,18 +71,27 @@ class FleetSources:
     def encoded_here(self, identity: bytes, instance: str) -> bool:
         return self._saving.encoded_by_another(identity, instance)
 
-    def encoded_elsewhere(self, identity: bytes) -> bool:
-        return any(
-            advert.state == EntryState.PENDING and info.incarnation != self._incarnation
+    def encoders(self, identity: bytes) -> list[NodeInfo]:
+        """Other nodes on whose hosts the entry is being computed."""
+        return [
+            info
             for info, advert in self._links.lookup(identity)
-        )
+            if advert.state == EntryState.PENDING and info.incarnation != self._incarnation
+        ]
+
+    def silent_lately(self, holder: Holder) -> bool:
+        return self._rates.silent_lately(holder[0].incarnation)
 
     def _rank(self, holder: Holder) -> _Rank:
         info, advert = holder
         incarnation = info.incarnation
         peer = self._peers.get(incarnation)
-        expected_s = self._rates.expected_s(incarnation, advert.nbytes + self._outstanding(incarnation))
+        outstanding = self._outstanding(incarnation)
+        expected_s = self._rates.expected_s(incarnation, advert.nbytes + outstanding)
+        if expected_s is None and outstanding:
+            expected_s = (advert.nbytes + outstanding) / _ASSUMED_BYTES_PER_S
         return _Rank(
+            advert.nbytes,
             advert.state == EntryState.DISK,
             peer is None or peer.state is not PeerState.READY,
             self._rates.distrusted(incarnation),

@@ -29,7 +29,7 @@ import msgspec
 from ec_p2p.engine.extents import Extent
 from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.engine.tally import Tally
-from ec_p2p.node.rates import Rates
+from ec_p2p.node.rates import Delivery, Rates
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class _Transfer(msgspec.Struct, Generic[Owner], eq=False):
     posted_at: float = 0.0
     deadline: float = 0.0
     reading: Reading | None = None
+    delivery: Delivery | None = None
+    """Of the READ of the payloads, while it is in flight."""
     end: _End | None = None
     """None while it may still move."""
 
@@ -224,6 +226,8 @@ class Transfers(Generic[Owner]):
             logger.info("READ from %s refused: %s", transfer.peer.hex()[:8], error)
         else:
             transfer.end = None
+            if not transfer.of_records:
+                transfer.delivery = self._rates.begun(transfer.peer, now)
             self._counters.add("transfers", of="records" if transfer.of_records else "payloads")
         self._poll(transfer, now)
 
@@ -232,11 +236,15 @@ class Transfers(Generic[Owner]):
             transfer.end = self._look(transfer, now)
         if transfer.end is None:
             return
+        delivery, transfer.delivery = transfer.delivery, None
         if transfer.end is _End.ARRIVED and not transfer.of_records:
-            self._rates.observe(transfer.peer, transfer.nbytes, transfer.posted_at)
+            assert delivery is not None
+            delivery.done(transfer.nbytes)
             transfer.of_records = True
             self._post(transfer, now)
             return
+        if delivery is not None:
+            delivery.lost()
         # Should a callee raise, the next turn goes on with the others.
         while transfer.legs:
             if transfer.end is _End.ARRIVED:

@@ -7,7 +7,8 @@ answered exactly once, by Landed or by Missing, which `Answers` says. Where an e
     NEW --in the arena, right rows--> LANDED
     NEW --on this host's disk--> STAGING --staged--> LANDED, --unreadable, late--> NEW, but for this
     NEW --a node advertises it, readers have landers--> ON_DEVICE --landed--> LANDED, --failed--> NEW, but for this
-    NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW once more, then HOPELESS
+    NEW --a fetch runs, or a node advertises it--> FETCHING --landed--> LANDED, --failed--> NEW, --failed again, or all
+        who advertise it have just been waited for in vain--> HOPELESS
     NEW, HOPELESS --this host has a folder that others may write to--> LOOKING --looked--> as before, but for this
     NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
     NEW, HOPELESS --nothing of the kind--> MISSING
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from ec_p2p.control.messages import NodeInfo
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.answers import Answers
@@ -46,13 +48,18 @@ class Sources(Protocol):
         """Whether another instance of this host has announced that it is computing it."""
         ...
 
-    def encoded_elsewhere(self, identity: bytes) -> bool:
-        """Whether another host advertises that it is being computed there."""
+    def encoders(self, identity: bytes) -> list[NodeInfo]:
+        """Other nodes that advertise that it is being computed on their hosts."""
+        ...
+
+    def silent_lately(self, holder: Holder) -> bool:
+        """Whether it was waited for in vain just now."""
         ...
 
 
 _FETCHES = 2
-"""How many fetches of an item may fail: the holders that the first tried may be outdated."""
+"""How many fetches of an item may fail: the holders that the first tried may be outdated. One, if those who are left
+would be waited for as long again."""
 
 
 class Wants:
@@ -162,9 +169,13 @@ class Wants:
 
     def failed(self, identity: bytes, reason: str, now: float) -> None:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
-        for waiting, index in self._waiters_for_the_arena(identity):
+        waiters = self._waiters_for_the_arena(identity)
+        holders = self._sources.holders(identity) if waiters else []
+        in_vain = bool(holders) and all(map(self._sources.silent_lately, holders))
+        for waiting, index in waiters:
             if reason == "failed":
-                waiting.failures[index] = failures = waiting.failures.get(index, 0) + 1
+                failures = _FETCHES if in_vain else waiting.failures.get(index, 0) + 1
+                waiting.failures[index] = failures
                 if failures == _FETCHES:
                     waiting.looked.discard(index)  # a holder may have written it there since the look before the fetch
                 self._try(waiting, index, now)
@@ -249,15 +260,13 @@ class Wants:
         }
         if self._backend.fits_together(list(sizes.values())):
             return list(range(len(identities)))
+        fits = dict(zip(sizes, self._backend.fit_in_order(sizes.values()), strict=True))
         fitting: list[int] = []
-        together: dict[bytes, int] = {}
         for index, identity in enumerate(identities):
-            size = sizes[identity]
-            if size and not self._backend.fits_together(list({**together, identity: size}.values())):
-                self._answers.missing(waiting, index, "too_large")
-            else:
-                together[identity] = size
+            if fits[identity] or not sizes[identity]:
                 fitting.append(index)
+            else:
+                self._answers.missing(waiting, index, "too_large")
         return fitting
 
     def _known_size(self, identity: bytes, holders: list[Holder]) -> int:
@@ -291,7 +300,8 @@ class Wants:
             return []
         if self._bring_from_disk(waiting, index, now):
             return []
-        hopeless = waiting.failures.get(index, 0) >= _FETCHES
+        failures = waiting.failures.get(index, 0)
+        hopeless = failures >= _FETCHES
         if holders and not waiting.want.local_only and not hopeless:
             fitting = [holder for holder in holders if item.rows in (0, holder[1].rows)]
             against = self._policy.against(fitting) if fitting and item.can_encode else ""
@@ -308,8 +318,9 @@ class Wants:
             return fitting
         if self._look_into_the_folder(waiting, index):
             return []
-        if hopeless or not (waiting.expecting or self._being_encoded(waiting, item.identity)):
-            self._answers.missing(waiting, index, "failed" if waiting.failures.get(index) else "no_source")
+        against = "no_source" if hopeless else self._against_waiting(waiting, index)
+        if against:
+            self._answers.missing(waiting, index, "failed" if failures and against == "no_source" else against)
         return []
 
     def _answer_here(self, waiting: Waiting, found: list[tuple[int, Entry]]) -> None:
@@ -353,10 +364,18 @@ class Wants:
             self._staging.look(identity)
         return self._staging.looking(identity)
 
-    def _being_encoded(self, waiting: Waiting, identity: bytes) -> bool:
-        return self._sources.encoded_here(identity, waiting.instance) or (
-            not waiting.want.local_only and self._sources.encoded_elsewhere(identity)
-        )
+    def _against_waiting(self, waiting: Waiting, index: int) -> str:
+        """Why an item that nobody holds is not waited for; empty when it is."""
+        if waiting.expecting or self._encoded_here(waiting, index):
+            return ""
+        item = waiting.want.items[index]
+        encoders = [] if waiting.want.local_only else self._sources.encoders(item.identity)
+        if not encoders:
+            return "no_source"
+        return self._policy.against_waiting(encoders, item.rows) if item.can_encode else ""
+
+    def _encoded_here(self, waiting: Waiting, index: int) -> bool:
+        return self._sources.encoded_here(waiting.want.items[index].identity, waiting.instance)
 
     def _why(self, waiting: Waiting, index: int) -> str:
         identity = waiting.want.items[index].identity
@@ -364,7 +383,9 @@ class Wants:
             return "fetching"
         if identity in self._staging or self._staging.looking(identity):
             return "staging"
-        return "encoding" if self._being_encoded(waiting, identity) else "expected"
+        if self._encoded_here(waiting, index):
+            return "encoding"
+        return "encoding" if not waiting.want.local_only and self._sources.encoders(identity) else "expected"
 
     def _waiters_for_the_arena(self, identity: bytes) -> list[tuple[Waiting, int]]:
         """Those whom it concerns what becomes of the entry there: the others are about to have it on their devices."""

@@ -461,6 +461,12 @@ def test_fits_together(two: Backend, pages: list[int], fits: bool) -> None:
     assert two.cpu.fits_together([number * PAGE for number in pages]) is fits
 
 
+def test_what_fits_is_said_in_order(two: Backend) -> None:
+    pages = [8, 8, 8, 7, 0, 7, 1]
+    fit = two.cpu.fit_in_order(number * PAGE for number in pages)
+    assert fit == [True, True, False, True, True, False, True]
+
+
 def test_zero_bytes_take_a_page(one: Backend) -> None:
     entry = one.cpu.publish(one.cpu.reserve(0), identity(1), 0, 0, 4096, "bfloat16")
     assert entry.nbytes == 0

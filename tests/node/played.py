@@ -154,7 +154,8 @@ class Rig:
         self.memory = Memory(self.backend)
         self.mailbox = Mailbox()
         self.counters = Tally()
-        self.rates = Rates()
+        self.now = 0.0
+        self.rates = Rates(lambda: self.now)
         self.wire = Wire(self.arena, record or pack(Record(7, A, 128, 1, 64, "bfloat16")))
         self.heard, self.landed, self.failed = [], [], []
         self.unwanted = set()
@@ -252,13 +253,12 @@ class WantingRig(Rig):
     def __init__(self):
         super().__init__()
         self.disk.there = False
-        self.now = 0.0
-        self.rates = Rates(lambda: self.now)
         self.leases = Leases()
         self.holders_of = {}
+        self.encoders_of = {}
         self.encoding = set()
 
-    def serve(self, device_reads, send):
+    def serve(self, device_reads, send, policy="always"):
         """`send(session, message)` gets what clients are told."""
         self.wants = Wants(
             self.backend,
@@ -267,7 +267,7 @@ class WantingRig(Rig):
             device_reads,
             self.leases,
             self,
-            FetchPolicy("always", self.rates, EncodeTimes()),
+            FetchPolicy(policy, self.rates, EncodeTimes()),
             self.counters,
             lambda entry: None,
             send,
@@ -282,8 +282,11 @@ class WantingRig(Rig):
     def encoded_here(self, identity, instance):
         return identity in self.encoding
 
-    def encoded_elsewhere(self, identity):
-        return False
+    def encoders(self, identity):
+        return self.encoders_of.get(identity, [])
+
+    def silent_lately(self, holder):
+        return self.rates.silent_lately(holder[0].incarnation)
 
     # what the parts hear of each other
 

@@ -6,6 +6,7 @@ The arena, the index and the records are real; what is played is the other end o
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -267,6 +268,46 @@ def test_a_holder_that_does_not_answer_is_not_the_first_to_be_asked_next_time(op
     rig.turn(2.0)
     assert rig.failed == [(A, "failed")]
     assert rig.rates.distrusted(silent.incarnation)
+
+
+def test_a_holder_that_is_gone_is_not_tried_any_more(open_rig):
+    rig = open_rig()
+    rig.wire.peer_state = None
+    rig.start(holder(1, advert()), holder(2, advert()), holder(3, advert()))
+    for number in (2, 1):
+        rig.fetches.peer_gone(number.to_bytes(16, "big"), 0.0)
+    rig.wire.peer_state = PeerState.READY
+    rig.fetches.peer_ready(SimpleNamespace(info=holder(3, None)[0]), 0.0)
+    rig.fetches.turn(0.0)
+    assert [entry.identity for entry in rig.landed] == [A]
+    assert [peer for peer, _ in rig.wire.reads] == [(3).to_bytes(16, "big").hex()] * 2
+
+
+def test_memory_is_not_waited_for_to_read_from_who_is_gone(open_rig):
+    rig = open_rig()
+    rig.everything()
+    rig.start(holder(1, advert()))
+    assert len(rig.memory) == 1
+    rig.fetches.peer_gone((1).to_bytes(16, "big"), 0.0)
+    assert (rig.failed, len(rig.memory)) == ([(A, "failed")], 0)
+
+
+def test_who_is_passed_over_for_the_sake_of_another_is_not_distrusted(open_rig):
+    """All memory that may be in quarantine is there because of one: nothing is read from the others, either."""
+    rig = open_rig()
+    rig.wire.state = State.POSTED
+    many = {bytes([number]) * 32: [holder(1, advert(rows=MIB // 4 // 128))] for number in range(40, 42)}
+    rig.fetches.start(many, 0.0, 10.0)
+    rig.fetches.turn(0.0)
+    rig.start(holder(2, advert(B)), identity=B)
+    for reading in rig.wire.readings:
+        reading.let_go = False
+    rig.now = 2.5
+    for _ in range(2):
+        rig.fetches.progress(2.5)
+    assert rig.counters.get("fetches", outcome="stuck", peer="node2") == 1
+    assert rig.rates.distrusted((1).to_bytes(16, "big"))
+    assert not rig.rates.distrusted((2).to_bytes(16, "big"))
 
 
 def test_nobody_is_called_from_within_start(open_rig):

@@ -22,13 +22,13 @@ HOLDER = (
 
 def rates(seconds):
     found = Rates(lambda: 100.0)
-    found.observe(HOLDER[0].incarnation, 4 * MIB, 100.0 - seconds)
+    found.begun(HOLDER[0].incarnation, 100.0 - seconds).done(4 * MIB)
     return found
 
 
 def times(seconds):
     found = EncodeTimes()
-    found.committed("engine", ROWS, 10.0, 10.0 + seconds)
+    found.committed("engine", ROWS, 4 * MIB, 10.0, 10.0 + seconds)
     return found
 
 
@@ -50,20 +50,45 @@ def test_what_was_never_measured_is_fetched():
     assert FetchPolicy("cheaper", rates(9.0), EncodeTimes()).against([HOLDER]) == ""
 
 
+def test_who_has_just_failed_is_not_asked_instead_of_encoding():
+    found = Rates(lambda: 100.0)
+    found.failed(HOLDER[0].incarnation)
+    assert FetchPolicy("cheaper", found, times(9.0)).against([HOLDER]) == "encode_is_cheaper"
+    assert FetchPolicy("always", found, times(9.0)).against([HOLDER]) == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "against"),
+    [
+        ("always", ROWS, ""),
+        ("never", 0, "not_fetched"),
+        ("cheaper", 0, ""),
+        ("cheaper", ROWS, "encode_is_cheaper"),
+    ],
+)
+def test_what_would_not_be_fetched_is_not_waited_for(policy, rows, against):
+    encoder, stranger = HOLDER[0], NodeInfo(bytes([1]) * 16, "s", "tcp://h:2")
+    found = FetchPolicy(policy, rates(0.2), times(0.1))
+    assert found.against_waiting([encoder], rows) == against
+    if policy == "cheaper":
+        assert found.against_waiting([encoder, stranger], rows) == "", "one of them was never measured"
+        assert FetchPolicy(policy, rates(0.1), times(0.2)).against_waiting([encoder], rows) == ""
+
+
 def test_encodes_of_one_step_share_its_time():
     found = EncodeTimes()
     for moment in (11.0, 11.001, 11.002, 11.003):
-        found.committed("engine", 25, 10.0, moment)
+        found.committed("engine", 25, MIB, 10.0, moment)
     assert found.seconds_per_row == pytest.approx(0.01, rel=0.3)
 
 
 def test_instances_are_timed_on_their_own():
     found = EncodeTimes()
-    found.committed("one", 10, 0.0, 1.0)
-    found.committed("other", 10, 0.5, 1.5)
+    found.committed("one", 10, MIB, 0.0, 1.0)
+    found.committed("other", 10, MIB, 0.5, 1.5)
     assert found.seconds_per_row == pytest.approx(0.1)
     found.forget("one")
-    found.committed("one", 10, 2.0, 3.0)
+    found.committed("one", 10, MIB, 2.0, 3.0)
     assert found.seconds_per_row == pytest.approx(0.1)
 
 

@@ -25,9 +25,9 @@ def test_of_a_stranger_nothing_is_expected():
 def test_small_reads_tell_the_latency_and_large_ones_the_bandwidth():
     clock = Clock()
     rates = Rates(clock)
-    rates.observe(ONE, 64, clock.now - 0.001)
+    rates.begun(ONE, clock.now - 0.001).done(64)
     assert rates.expected_s(ONE, 64) == pytest.approx(0.001)
-    rates.observe(ONE, 10 * MIB, clock.now - 0.01)
+    rates.begun(ONE, clock.now - 0.01).done(10 * MIB)
     assert rates.expected_s(ONE, 20 * MIB) == pytest.approx(0.021)
     assert rates.expected_s(OTHER, 64) is None
 
@@ -35,9 +35,9 @@ def test_small_reads_tell_the_latency_and_large_ones_the_bandwidth():
 def test_what_is_new_counts_more_than_what_is_old():
     clock = Clock()
     rates = Rates(clock)
-    rates.observe(ONE, MIB, clock.now - 1.0)
+    rates.begun(ONE, clock.now - 1.0).done(MIB)
     for _ in range(20):
-        rates.observe(ONE, MIB, clock.now - 0.1)
+        rates.begun(ONE, clock.now - 0.1).done(MIB)
     assert 0.1 < rates.expected_s(ONE, MIB) < 0.11
 
 
@@ -47,22 +47,84 @@ def test_a_holder_that_failed_is_distrusted_until_it_delivers_or_time_has_passed
     rates.failed(ONE)
     rates.failed(OTHER)
     assert rates.distrusted(ONE)
-    rates.observe(ONE, MIB, clock.now - 0.1)
+    rates.begun(ONE, clock.now - 0.1).done(MIB)
     assert not rates.distrusted(ONE)
     assert rates.distrusted(OTHER)
     clock.now += 11
     assert not rates.distrusted(OTHER)
 
 
+def test_who_was_waited_for_in_vain_is_distrusted_and_more():
+    clock = Clock()
+    rates = Rates(clock)
+    rates.failed(ONE)
+    rates.silent(OTHER)
+    assert (rates.silent_lately(ONE), rates.silent_lately(OTHER)) == (False, True)
+    assert rates.distrusted(OTHER)
+    rates.failed(OTHER)
+    assert rates.silent_lately(OTHER)
+    rates.begun(OTHER, clock.now).done(MIB)
+    assert not rates.silent_lately(OTHER)
+
+
+def test_reads_in_flight_together_share_the_wire():
+    clock = Clock()
+    rates = Rates(clock)
+    deliveries = [rates.begun(ONE, clock.now) for _ in range(3)]
+    for delivery in deliveries:
+        assert rates.expected_s(ONE, MIB) is None
+        clock.now += 0.1
+        delivery.done(10 * MIB)
+    assert rates.expected_s(ONE, 30 * MIB) == pytest.approx(0.3)
+    rates.begun(ONE, clock.now - 0.2).done(20 * MIB)
+    assert rates.expected_s(ONE, 30 * MIB) == pytest.approx(0.3), "the time between spells counts for nothing"
+
+
+def test_a_spell_without_an_end_is_measured_all_the_same():
+    clock = Clock()
+    rates = Rates(clock)
+    delivery = rates.begun(ONE, clock.now)
+    for _ in range(20):
+        clock.now += 0.1
+        delivery, before = rates.begun(ONE, clock.now), delivery
+        before.done(10 * MIB)
+    assert rates.expected_s(ONE, 10 * MIB) == pytest.approx(0.1)
+
+
+def test_what_was_lost_measures_nothing():
+    clock = Clock()
+    rates = Rates(clock)
+    one, other = rates.begun(ONE, clock.now), rates.begun(ONE, clock.now)
+    clock.now += 60.0
+    one.lost()
+    assert rates.expected_s(ONE, MIB) is None
+    clock.now += 0.1
+    other.done(MIB)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
+
+
+def test_what_was_measured_long_ago_is_forgotten():
+    clock = Clock()
+    rates = Rates(clock)
+    rates.begun(ONE, clock.now - 2.5).done(MIB)
+    clock.now += 29
+    assert rates.expected_s(ONE, MIB) == pytest.approx(2.5)
+    clock.now += 2
+    assert rates.expected_s(ONE, MIB) is None
+    assert rates.measured() == [(ONE, Measured(None, pytest.approx(MIB / 2.5)))]
+    rates.begun(ONE, clock.now - 0.1).done(MIB)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1), "one bad moment is not blended into what is true now"
+
+
 def test_what_was_measured_is_told_as_far_as_it_was():
     clock = Clock()
     rates = Rates(clock)
     assert rates.measured() == []
-    rates.observe(ONE, 64, clock.now - 0.5)
+    rates.begun(ONE, clock.now - 0.5).done(64)
     rates.failed(OTHER)
     assert rates.measured() == [(ONE, Measured(0.5, None)), (OTHER, Measured(None, None))]
-    rates.observe(ONE, 10 * MIB, clock.now - 0.25)
-    rates.observe(OTHER, MIB, clock.now)  # in no time at all: nothing to divide by
+    rates.begun(ONE, clock.now - 0.25).done(10 * MIB)
+    rates.begun(OTHER, clock.now).done(MIB)  # in no time at all: nothing to divide by
     assert rates.measured() == [(ONE, Measured(0.5, 40 * MIB)), (OTHER, Measured(None, None))]
     rates.forget(ONE)
     assert [holder for holder, _ in rates.measured()] == [OTHER]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
@@ -44,7 +45,7 @@ class Fleet:
         return info.incarnation
 
     def delivers(self, incarnation, seconds):
-        self.rates.observe(incarnation, 4 * MIB, self.now - seconds)
+        self.rates.begun(incarnation, self.now - seconds).done(4 * MIB)
 
     def order(self):
         return [info.name for info, _ in self.sources.holders(A)]
@@ -104,6 +105,26 @@ def test_who_was_never_measured_is_tried(fleet):
     known = fleet.add(1)
     fleet.add(2)
     fleet.delivers(known, 0.000001)
+    assert fleet.order() == ["n2", "n1"]
+
+
+@pytest.mark.parametrize("measured", [0, 3, 4])
+def test_the_items_of_a_want_spread_over_those_never_measured_too(fleet, measured):
+    incarnations = [fleet.add(number) for number in range(1, 5)]
+    for incarnation in incarnations[:measured]:
+        fleet.delivers(incarnation, 0.004)
+    for _ in range(16):
+        info, advert = fleet.sources.holders(A)[0]
+        fleet.outstanding[info.incarnation] = fleet.outstanding.get(info.incarnation, 0) + advert.nbytes
+    assert sorted(fleet.outstanding) == sorted(incarnations)
+    assert max(fleet.outstanding.values()) <= 8 * 4 * MIB
+
+
+def test_of_holders_that_disagree_the_one_comes_first_that_asks_for_the_least(fleet):
+    fleet.add(1, host="10.0.0.1")
+    info, advert = fleet.holders.pop()
+    fleet.holders.append((info, msgspec.structs.replace(advert, nbytes=1 << 40)))
+    fleet.add(2, state=EntryState.DISK)
     assert fleet.order() == ["n2", "n1"]
 
 

@@ -181,6 +181,54 @@ def test_a_disk_that_hangs_is_not_waited_for_after_the_last_failed_fetch(rig):
     assert answer.reason == "failed"
 
 
+@pytest.mark.parametrize("silent", ["to a READ", "without a card"])
+def test_who_was_waited_for_in_vain_is_not_waited_for_again(rig, silent):
+    rig.disk.let()
+    rig.wire.state = State.POSTED
+    rig.wire.peer_state = PeerState.READY if silent == "to a READ" else None
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.want(A)
+    rig.turn(0.0)
+    assert rig.answers() == []
+    rig.now = 2.1
+    [(_, answer)] = rig.until_answered()
+    assert (type(answer), answer.reason) == (Missing, "failed")
+    assert len(rig.wire.reads) == (1 if silent == "to a READ" else 0)
+
+
+def test_another_holder_is_tried_after_one_that_was_waited_for_in_vain(rig):
+    rig.disk.let()
+    rig.wire.state = State.POSTED
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.want(A)
+    rig.turn(0.0)
+    rig.holders_of[A] = [holder(2, advert()), holder(1, advert())]
+    rig.wire.state, rig.now = State.DONE, 2.1
+    [(_, answer)] = rig.until_answered()
+    assert type(answer) is Landed
+    assert rig.wire.reads[-1][0] == (2).to_bytes(16, "big").hex()
+
+
+@pytest.mark.parametrize("policy", ["always", "cheaper", "never"])
+def test_what_another_host_computes_is_waited_for_unless_it_would_not_be_fetched(rig, policy):
+    rig.serve(NoDevices(), lambda session, message: rig.said.append((session.sid, message)), policy)
+    rig.disk.let()
+    rig.encoders_of = {A: [holder(1, None)[0]], B: [holder(1, None)[0]]}
+    session = SimpleNamespace(sid=1, attach=SimpleNamespace(instance="i1", kind="tool"))
+    items = [WantItem(A, 0, can_encode=True), WantItem(B, 0)]
+    rig.wants.start(session, Want(1, items, 0, 60_000, 0, False), rig.now)
+    rig.until(lambda: not rig.staging.looking(A) and not rig.staging.looking(B), now=0.0)
+    answers = [(message.index, message.reason) for _, message in rig.answers()]
+    assert answers == ([(0, "not_fetched")] if policy == "never" else [])
+    rig.encoders_of.clear()
+    rig.wants.changed(A, rig.now)
+    rig.wants.changed(B, rig.now)
+    assert {(message.index, message.reason) for _, message in rig.answers()} == {
+        (0, "not_fetched" if policy == "never" else "no_source"),
+        (1, "no_source"),
+    }
+
+
 @pytest.mark.parametrize("ends", ["lands", "fails"])
 def test_very_many_who_wait_for_one_entry_are_each_answered_once(rig, ends):
     """More than there are frames on the stack: nobody's answer may be given from within another's."""
