@@ -118,6 +118,51 @@ def waits_for_an_encode(zmq_fleet):
     return worker, scheduler, other, want
 
 
+def leaves(fleet, scheduler):
+    scheduler.close()
+    fleet.clients.remove(scheduler)
+
+
+def saves_nothing(fleet, scheduler):
+    scheduler.node.send(SaveSkipped("error", A))
+
+
+@pytest.mark.parametrize("gives_up", [leaves, saves_nothing])
+def test_an_encode_of_several_instances_is_waited_for_until_the_last_gives_up(zmq_fleet, gives_up):
+    _, first, other, want = waits_for_an_encode(zmq_fleet)
+    second = zmq_fleet.client(zmq_fleet.nodes[0], "scheduler", "second")
+    second.node.encoding([A])
+    waits_for_the_first = second.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    assert second.expect(Pending).why == "encoding"
+    gives_up(zmq_fleet, first)
+    assert second.expect(Missing).want == waits_for_the_first  # nobody waits for itself
+    other.sync()
+    assert not [message for message in other.heard if isinstance(message, Missing)]
+    gives_up(zmq_fleet, second)
+    answer = other.expect(Missing)
+    assert (answer.want, answer.reason) == (want, "no_source")
+
+
+def test_what_one_of_several_instances_gives_up_the_other_still_brings(zmq_fleet):
+    worker, _, other, want = waits_for_an_encode(zmq_fleet)
+    second = zmq_fleet.client(zmq_fleet.nodes[0], "scheduler", "second")
+    second.node.encoding([A])
+    second.sync()
+    leaves(zmq_fleet, second)
+    until(lambda: other.inspect().gauges["sessions"] == len(zmq_fleet.clients), "the second to be gone")
+    worker.store(A, b"x" * 128)
+    assert other.expect((Landed, Missing), lambda m: m.want == want).nbytes == 128
+
+
+def test_an_old_scheduler_of_an_instance_gives_up_nothing_of_the_new_ones(zmq_fleet):
+    worker, _, other, want = waits_for_an_encode(zmq_fleet)
+    old = zmq_fleet.client(zmq_fleet.nodes[0], "scheduler", "x")
+    leaves(zmq_fleet, old)
+    until(lambda: other.inspect().gauges["sessions"] == len(zmq_fleet.clients), "the old one to be gone")
+    worker.store(A, b"x" * 128)
+    assert other.expect((Landed, Missing), lambda m: m.want == want).nbytes == 128
+
+
 def test_an_encode_whose_commit_is_refused_is_not_waited_for(zmq_fleet):
     worker, scheduler, other, want = waits_for_an_encode(zmq_fleet)
     window = worker.window(4096)
