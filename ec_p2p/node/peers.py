@@ -5,9 +5,14 @@ each connection. It must never decide what to read or to stage. Peers are learne
 connected to as soon as they appear there: first contact costs tens of milliseconds and would otherwise be paid by a
 request.
 
+    (none) --node up--> ASKING, or, where its address cannot be dialled or its keys do not fit ours, UNUSABLE
     ASKING --card--> READY --advert beyond what the card covers--> ASKING (and still readable below)
-    ASKING --card of another transport--> UNUSABLE
+    ASKING --the first card is of another transport, or refused, or does not connect--> UNUSABLE
+    UNUSABLE --refused, did not connect: asked again every second, card--> READY
     any --node down--> (gone)
+
+Nobody waits for what is UNUSABLE, so it has to be known as such: of a node that is not known it may be that the
+directory is about to tell of it.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from ec_p2p.wire.dialling import Line
 
 logger = logging.getLogger(__name__)
 
+_NOW, _NEVER = float("-inf"), float("inf")
 _ASK_AGAIN_S = 1.0
 """After a request that was not answered, or by a card that tells of no more than the one before."""
 
@@ -54,15 +60,17 @@ class PeerState(Enum):
 class Peer:
     """One other node's incarnation."""
 
-    __slots__ = ("asked_at", "blob", "complained", "info", "key", "line", "registered", "revision", "socket", "state")
+    __slots__ = ("ask_at", "blob", "complained", "info", "key", "line", "registered", "revision", "socket", "state")
 
-    def __init__(self, info: NodeInfo, socket: zmq.Socket[bytes], line: Line) -> None:
+    def __init__(self, info: NodeInfo) -> None:
         self.info = info
         self.key = info.incarnation.hex()
-        self.socket = socket
-        self.line = line
+        self.socket: zmq.Socket[bytes] | None = None
+        self.line: Line | None = None
+        """Like the socket: None where it cannot be dialled."""
         self.state = PeerState.ASKING
-        self.asked_at = float("-inf")
+        self.ask_at = _NOW
+        """When it may be asked for its card."""
         self.revision = 0
         self.registered = 0
         self.blob = b""
@@ -78,8 +86,9 @@ class Peer:
 class Peers:
     """All peers of one node, and the port on which they ask this node for its card. Used by the node's loop only.
 
-    `on_ready(peer)` is called when a peer's card has been taken in, `on_asked(route, request)` when a peer wants
-    entries staged, and `on_staged(incarnation, answer)` when a peer has answered such a request of this node.
+    `on_ready(peer)` is called when a peer's card has been taken in, or cannot be, `on_asked(route, request)` when a
+    peer wants entries staged, and `on_staged(incarnation, answer)` when a peer has answered such a request of this
+    node.
     """
 
     def __init__(
@@ -132,45 +141,38 @@ class Peers:
             if known.info == info:
                 return
             self.down(info.incarnation)
-        refusal = why_not(self._security, info.key)
-        if refusal:
-            logger.warning("node %r at %s is not connected to: %s", info.name, info.address, refusal)
-            return
-        socket = open_socket(self._context, zmq.DEALER, info.address)
-        secure_client(socket, self._security, info.key)
-        try:
-            line = Line(socket, info.address)
-        except zmq.ZMQError as error:
-            socket.close()
-            logger.warning("node %s advertises %r, which cannot be dialled: %s", info.name, info.address, error)
-            return
-        peer = Peer(info, socket, line)
-        self._peers[info.incarnation] = peer
-        self._by_socket[socket] = peer
-        self.ask(peer, now)
+        peer = self._peers[info.incarnation] = Peer(info)
+        trouble = self._dial(peer)
+        if trouble:
+            self._cannot_use(peer, trouble)
+        else:
+            self.ask(peer, now)
 
     def down(self, incarnation: bytes) -> None:
         peer = self._peers.pop(incarnation, None)
         if peer is None:
             return
-        del self._by_socket[peer.socket]
-        peer.socket.close()
+        if peer.socket is not None:
+            del self._by_socket[peer.socket]
+            peer.socket.close()
         self._transport.forget(peer.key)
 
     def ask(self, peer: Peer, now: float) -> None:
         """Ask for the card, unless that was done a moment ago."""
-        peer.state = PeerState.ASKING  # so that `tick` asks where this is too early
-        if now - peer.asked_at < _ASK_AGAIN_S:
+        if peer.state is PeerState.READY:
+            peer.state = PeerState.ASKING  # so that `tick` asks where this is too early
+        if peer.socket is None or peer.line is None or now < peer.ask_at:
             return
         # False until the connection stands: `tick` tries again.
         sent = send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation)))
         peer.line.look(now, up=sent)
         if sent:
-            peer.asked_at = now
+            peer.ask_at = now + _ASK_AGAIN_S
 
     def stage(self, peer: Peer, identity: bytes) -> bool:
         """Ask a peer to bring an entry into its arena. False: it cannot be asked now."""
-        return send_now(peer.socket, encode(StageRequest(PROTOCOL_VERSION, [identity])))
+        request = StageRequest(PROTOCOL_VERSION, [identity])
+        return peer.socket is not None and send_now(peer.socket, encode(request))
 
     def answer(self, route: bytes, message: Card | Refused | StageAnswer) -> None:
         """Answer whoever asked by `route`. Where it is lost, the peer asks again or goes elsewhere."""
@@ -178,7 +180,7 @@ class Peers:
 
     def tick(self, now: float) -> None:
         for peer in self._peers.values():
-            if peer.state is PeerState.ASKING:
+            if peer.state is not PeerState.READY:
                 self.ask(peer, now)
 
     def poll_targets(self) -> list[Any]:
@@ -188,7 +190,7 @@ class Peers:
         if target is self._router:
             self._answer()
         elif target in self._by_socket:
-            self._learn(self._by_socket[target])
+            self._learn(self._by_socket[target], target)
 
     def close(self) -> None:
         for incarnation in list(self._peers):
@@ -196,6 +198,23 @@ class Peers:
         self._router.close()
 
     # -------------------------------------------------------- inside
+
+    def _dial(self, peer: Peer) -> str:
+        """Connect to it. Why that is not to be, or cannot; empty once it is done."""
+        info = peer.info
+        refusal = why_not(self._security, info.key)
+        if refusal:
+            return f"node {info.name!r} at {info.address} is not connected to: {refusal}"
+        socket = open_socket(self._context, zmq.DEALER, info.address)
+        secure_client(socket, self._security, info.key)
+        try:
+            peer.line = Line(socket, info.address)
+        except zmq.ZMQError as error:
+            socket.close()
+            return f"node {info.name} advertises {info.address!r}, which cannot be dialled: {error}"
+        peer.socket = socket
+        self._by_socket[socket] = peer
+        return ""
 
     def _answer(self) -> None:
         for _ in range(64):
@@ -218,10 +237,10 @@ class Peers:
             else:
                 self._on_asked(frames[0], message)
 
-    def _learn(self, peer: Peer) -> None:
+    def _learn(self, peer: Peer, socket: zmq.Socket[bytes]) -> None:
         for _ in range(64):
             try:
-                frame = peer.socket.recv(flags=zmq.NOBLOCK)
+                frame = socket.recv(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -234,35 +253,34 @@ class Peers:
             elif isinstance(answer, StageAnswer):
                 self._on_staged(peer.info.incarnation, answer)
             else:
-                self._complain(peer, f"node {peer.info.name} refused: {answer.reason}")
+                self._cannot_use(peer, f"node {peer.info.name} refused: {answer.reason}")
 
     def _take_in(self, peer: Peer, card: Card) -> None:
         if card.version != PROTOCOL_VERSION or card.incarnation != peer.info.incarnation:
             return  # somebody else answers at that address by now; the directory will say so
         if card.transport != self._transport.kind:
-            logger.warning(
-                "node %s uses transport %s, this node uses %s: nothing can be read from it",
-                peer.info.name,
-                card.transport,
-                self._transport.kind,
-            )
-            peer.state = PeerState.UNUSABLE
+            peer.ask_at = _NEVER
+            kinds = f"uses transport {card.transport}, this node uses {self._transport.kind}"
+            self._cannot_use(peer, f"node {peer.info.name} {kinds}: nothing can be read from it")
             return
         if card.revision < peer.revision:
             return
         try:
             self._transport.connect(peer.key, card.blob)
         except TransportError as error:
-            self._complain(peer, f"cannot connect to node {peer.info.name}: {error}")
+            self._cannot_use(peer, f"cannot connect to node {peer.info.name}: {error}")
             return
         peer.complained = False
         if card.registered > peer.registered:
-            peer.asked_at = float("-inf")  # its arena grows, and may have grown again
+            peer.ask_at = _NOW  # its arena grows, and may have grown again
         peer.revision, peer.registered, peer.blob = card.revision, card.registered, card.blob
         peer.state = PeerState.READY
         self._on_ready(peer)
 
-    def _complain(self, peer: Peer, of: str) -> None:
-        """Once: the peer is asked again every second."""
-        logger.log(logging.DEBUG if peer.complained else logging.WARNING, "%s", of)
+    def _cannot_use(self, peer: Peer, why: str) -> None:
+        """Say so, once: the peer may be asked again every second. What could be read until now still can."""
+        logger.log(logging.DEBUG if peer.complained else logging.WARNING, "%s", why)
         peer.complained = True
+        if not peer.registered:
+            peer.state = PeerState.UNUSABLE
+            self._on_ready(peer)

@@ -44,7 +44,7 @@ def two():
         transport = Transport()
 
         def peers(incarnation):
-            card = Card(PROTOCOL_VERSION, incarnation, "played", 1, 0, b"")
+            card = Card(PROTOCOL_VERSION, incarnation, "played", 1, 1 << 20, b"")
             unused = (lambda *_: None,) * 4
             made = Peers(context, transport, incarnation, "127.0.0.1", 0, lambda: card, *unused)
             stack.callback(made.close)
@@ -79,6 +79,7 @@ def test_a_peer_that_cannot_be_connected_to_is_complained_of_once_each_time(two,
     transport.reachable = False
     reader.up(info, float(next(seconds)))
     tried(3)
+    assert reader.get(info.incarnation).state is PeerState.UNUSABLE
     assert complaints() == ["cannot connect to node holder: nothing answers"]
     transport.reachable = True
     tried(1)
@@ -86,4 +87,5 @@ def test_a_peer_that_cannot_be_connected_to_is_complained_of_once_each_time(two,
     transport.reachable = False
     reader.ask(reader.get(info.incarnation), float(next(seconds)))
     tried(3)
+    assert reader.get(info.incarnation).state is PeerState.ASKING, "what could be read still can"
     assert len(complaints()) == 2
