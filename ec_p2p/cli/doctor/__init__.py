@@ -51,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(config: Config) -> Iterator[Finding]:
     """Every check, with these settings, one after the other."""
-    from ec_p2p.cli.doctor import loopback, machine, network, software
+    from ec_p2p.cli.doctor import directories, host_node, loopback, machine, network, software
 
     ports = network.rdma()
+    host = host_node.look(config)
     yield software.versions()
     yield software.vllm()
     yield software.nixl(config)
@@ -69,8 +70,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield machine.clock()
     yield software.curve(config)
     yield network.addresses(config)
-    yield from network.directories(config)
-    yield network.node(config)
+    yield from directories.directories(config)
+    yield host_node.node(config, host)
     yield loopback.read(config)
 
 

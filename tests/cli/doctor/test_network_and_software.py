@@ -1,9 +1,8 @@
-"""RDMA devices, directories, NIXL, UCX and keys: what is said of each."""
+"""RDMA devices, addresses, NIXL and UCX: what is said of each."""
 
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from ec_p2p.cli.doctor import network, software
 from ec_p2p.cli.doctor.finding import Level
 from ec_p2p.config import make_config
-from ec_p2p.control.directory import Directory
 from ec_p2p.transport import nixl_available
 
 
@@ -38,27 +36,6 @@ def test_one_active_port_is_enough(tmp_path: Path) -> None:
 def test_ports_that_are_all_down(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_1", "1: DOWN")
     assert network.rdma_devices(network.rdma(tmp_path)).level is Level.PROBLEM
-
-
-def test_a_directory_that_runs_and_one_that_does_not() -> None:
-    with Directory("tcp://127.0.0.1:0") as directory:
-        directory.start()
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            free = other.getsockname()[1]
-        findings = network.directories(make_config({"directory": [directory.endpoint, f"tcp://127.0.0.1:{free}"]}))
-    assert [finding.level for finding in findings] == [Level.OK, Level.PROBLEM]
-    assert f"tcp://127.0.0.1:{free}" in findings[1].thing
-
-
-def test_a_server_that_others_run_is_looked_for_at_its_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = f"127.0.0.1:{listener.getsockname()[1]}"
-        endpoints = [f"valkey://me:hunter2@{there}/fleet", f"valkey://{there}?password_file=/run/secret"]
-        findings = network.directories(make_config({"directory": endpoints}))
-    assert [(finding.thing, finding.level) for finding in findings] == [
-        (f"directory valkey://...@{there}/fleet", Level.OK),
-        (f"directory {endpoints[1]}", Level.OK),
-    ]
 
 
 def test_an_address_for_this_host_only() -> None:
