@@ -56,6 +56,8 @@ class Saving:
         self._on_stored = on_stored
         self._on_change = on_change
         self._encodings = Encodings()
+        self._shared: set[bytes] = set()
+        """In the arena, and the fleet was told so; it is not told of all that was fetched."""
         self._ids = itertools.count(1)
 
     # -------------------------------------------------------- windows
@@ -136,12 +138,14 @@ class Saving:
 
     def advertise(self, entry: Entry) -> None:
         """The entry is in the arena."""
+        self._shared.add(entry.identity)
         self._counters.add("adverts")
         self._links.store(resident(entry))
 
     def evicted(self, entry: Entry) -> None:
         """The entry is in the arena no more."""
         self._counters.add("evictions")
+        self._shared.discard(entry.identity)
         self._tell(entry.identity)
 
     def filed(self, identity: bytes) -> None:
@@ -152,11 +156,11 @@ class Saving:
 
     def lost(self, identity: bytes) -> None:
         """The entry is on disk no more."""
-        if self._backend.peek(identity) is None:
+        if identity not in self._shared:
             self._tell(identity)
 
     def _tell(self, identity: bytes) -> None:
-        """What is true of an entry that is not in the arena."""
+        """What is true of an entry that others cannot have from the arena."""
         filed = self._on_disk(identity)
         if filed is not None:
             self._counters.add("adverts")
@@ -188,6 +192,6 @@ class Saving:
         told nothing new, but the other itself waits in vain for this one's."""
         if not self._encodings.end(identity, instance):
             return
-        if identity not in self._encodings and self._backend.peek(identity) is None:
+        if identity not in self._encodings and identity not in self._shared:
             self._tell(identity)
         self._on_change(identity)

@@ -163,6 +163,21 @@ def test_an_old_scheduler_of_an_instance_gives_up_nothing_of_the_new_ones(zmq_fl
     assert other.expect((Landed, Missing), lambda m: m.want == want).nbytes == 128
 
 
+def test_an_encode_that_is_given_up_is_withdrawn_although_the_entry_was_fetched_meanwhile(zmq_fleet):
+    (holder, of_it), (node, fetching), (_, reader) = zmq_fleet.connected("a", "b", "c", share_fetched=False)
+    scheduler = zmq_fleet.client(node, "scheduler", "x")
+    scheduler.node.encoding([A])
+    scheduler.sync()
+    of_it.store(A, b"x" * 128)
+    fetching.has_landed(A)
+    holder.kill()
+    until(lambda: reader.inspect().gauges["peers_ready"] == 1, "the holder to be gone")
+    want = reader.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    assert reader.expect(Pending, lambda m: m.want == want).why == "encoding"
+    leaves(zmq_fleet, scheduler)
+    assert reader.expect(Missing, lambda m: m.want == want).reason == "no_source"
+
+
 def test_an_encode_whose_commit_is_refused_is_not_waited_for(zmq_fleet):
     worker, scheduler, other, want = waits_for_an_encode(zmq_fleet)
     window = worker.window(4096)
