@@ -29,9 +29,15 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     session: int
     instance: str
     want: int
-    readers_left: set[int]
+    readers_left: int
+    """One bit for each: there may be thousands, of each of thousands of leases."""
     pin: Pin
     dispatched: bool = False
+
+    def reader_is_done(self, reader: int) -> None:
+        """Nothing changes for one that is none of them."""
+        if 0 <= reader < self.readers_left.bit_length():
+            self.readers_left &= ~(1 << reader)
 
 
 class Leases:
@@ -47,8 +53,9 @@ class Leases:
     def grant(self, session: int, instance: str, want: int, readers: int, pins: Sequence[Pin]) -> list[int]:
         """A lease of each pin. `session` is the scheduler's; the readers are the workers of the same `instance`."""
         numbers = list(islice(self._next, len(pins)))
+        all_readers = (1 << readers) - 1
         for number, pin in zip(numbers, pins, strict=True):
-            self._leases[number] = Lease(number, session, instance, want, set(range(readers)), pin)
+            self._leases[number] = Lease(number, session, instance, want, all_readers, pin)
         return numbers
 
     def dispatched(self, lease: int, session: int) -> None:
@@ -61,7 +68,7 @@ class Leases:
         """A reader has copied. Its word also counts before the scheduler's Dispatched arrives: sockets do not order."""
         found = self._leases.get(lease)
         if found is not None and found.instance == instance:
-            found.readers_left.discard(reader)
+            found.reader_is_done(reader)
             self._end_if_read(found)
 
     def drop(self, lease: int, session: int) -> None:
@@ -85,7 +92,7 @@ class Leases:
     def reader_gone(self, instance: str, reader: int) -> None:
         """A worker has ended: it will copy nothing more."""
         for lease in [lease for lease in self._leases.values() if lease.instance == instance]:
-            lease.readers_left.discard(reader)
+            lease.reader_is_done(reader)
             if lease.dispatched:
                 self._end_if_read(lease)
 
