@@ -5,10 +5,14 @@ the peers. It must never decide who is promised what: that is the wants' part, t
 
     (none) --bring: every reader has a lander, the holder's arena can be read--> READING
     READING --all have landed--> LANDED, --one has not, is gone, replaced, or silent--> (failed)
+    READING --half of the want's time is over--> UNWANTED (failed)
+    UNWANTED --all have landed, one has not, is gone, replaced, or silent--> (gone)
     LANDED --the last pin is closed--> (gone)
     LANDED --the landers of the readers are others by now--> as before for those who have pinned it, for nobody else
 
-Whatever fails here is fetched into the arena instead: a device's memory is not waited for.
+Whatever fails here is fetched into the arena instead: a device's memory is not waited for. What is unwanted is looked
+after all the same: how it ends tells whether its landers are well, and its holder. That somebody was in a hurry tells
+nothing.
 
 A READ that fails in a lander may fail for reasons of that device's network: other instances go on reading from the
 holder.
@@ -56,6 +60,8 @@ class DeviceRead:
         "read",
         "source",
         "started_at",
+        "wanted",
+        "wanted_until",
     )
 
     def __init__(
@@ -67,6 +73,7 @@ class DeviceRead:
         landers: Readers,
         now: float,
         deadline: float,
+        wanted_until: float,
     ) -> None:
         self.read = read
         self.instance = instance
@@ -78,6 +85,9 @@ class DeviceRead:
         """Whose answer is still to come."""
         self.started_at = now
         self.deadline = deadline
+        """Who has not answered by then is silent."""
+        self.wanted_until = wanted_until
+        self.wanted = True
         self.pins = 0
 
     @property
@@ -87,6 +97,10 @@ class DeviceRead:
     @property
     def landed(self) -> bool:
         return not self.owing
+
+    @property
+    def next_look(self) -> float:
+        return min(self.deadline, self.wanted_until) if self.wanted else self.deadline
 
 
 class _Pin:
@@ -159,10 +173,10 @@ class DeviceReads:
         for holder in holders:
             peer = self._readable(holder)
             if peer is not None and (instance, holder[0].incarnation) not in self._avoid:
-                # A lander gives up on a READ by itself; this is for one that does not answer. What is left of the
-                # time is for the arena.
-                deadline = now + min(2 * self._read_timeout_s, (give_up_at - now) / 2)
-                read = DeviceRead(next(self._numbers), instance, identity, holder, landers, now, deadline)
+                # A lander gives up on a READ by itself, on its payload or on its record; the deadline is for one that
+                # does not answer. What is left of the want's time is for the arena.
+                times = now, now + 2 * self._read_timeout_s, now + (give_up_at - now) / 2
+                read = DeviceRead(next(self._numbers), instance, identity, holder, landers, *times)
                 self._start(read, peer)
                 return True
         return False
@@ -190,6 +204,8 @@ class DeviceReads:
             return
         if read.landers != self._landers(read.instance, read.readers):
             self._fail(read, "gone")
+        elif not read.wanted:
+            self._fail(read, "deadline")
         else:
             self._counters.add("device_reads", outcome="landed")
             self._rates.begun(read.source.incarnation, read.started_at).done(read.advert.nbytes)
@@ -206,21 +222,25 @@ class DeviceReads:
         self._heard_at.pop(session, None)
         for key in [key for key in self._told if key[0] is session]:
             del self._told[key]
-        for read in list(self._reads.values()):
+        for read in list(self._by_number.values()):
             if session in read.landers and not read.landed:
                 self._fail(read, "gone")
 
     def tick(self, now: float) -> None:
         for key in [key for key, until in self._avoid.items() if now >= until]:
             del self._avoid[key]
-        for read in list(self._reads.values()):
-            if now >= read.deadline and not read.landed:
+        for read in list(self._by_number.values()):
+            if read.landed or now < read.next_look:
+                continue
+            if now >= read.deadline:
                 silent = any(self._heard_at.get(lander, float("-inf")) < read.started_at for lander in read.owing)
                 self._avoid[read.instance, None if silent else read.source.incarnation] = now + _AVOID_S
                 self._fail(read, "silent" if silent else "late")
+            else:
+                self._give_up(read)
 
     def deadlines(self) -> Iterable[float]:
-        return (read.deadline for read in self._reads.values() if not read.landed)
+        return (read.next_look for read in self._by_number.values() if not read.landed)
 
     # -------------------------------------------------------- inside
 
@@ -273,7 +293,15 @@ class DeviceReads:
 
     def _fail(self, read: DeviceRead, why: str) -> None:
         self._counters.add("device_reads", outcome=why)
+        wanted = read.wanted
         self._forget(read)
+        if wanted:
+            self._on_failed(read.instance, read.identity)
+
+    def _give_up(self, read: DeviceRead) -> None:
+        """Nobody waits for it any more. Its landers go on: one that is told to drop it would not say how it ended."""
+        read.wanted = False
+        del self._reads[read.identity, read.landers]
         self._on_failed(read.instance, read.identity)
 
     def _unpinned(self, read: DeviceRead) -> None:
@@ -281,7 +309,8 @@ class DeviceReads:
             self._forget(read)
 
     def _forget(self, read: DeviceRead) -> None:
-        del self._reads[read.identity, read.landers]
+        if read.wanted:
+            del self._reads[read.identity, read.landers]
         del self._by_number[read.read]
         drop: ToLander = DropEntry(read.read)
         for lander in read.landers:

@@ -277,7 +277,59 @@ def test_a_lander_that_does_not_answer_leaves_time_for_the_arena(host):
     host.pass_time(0.2)
     host.pass_time(0.0)
     assert [answer.read for answer in answers(engine)] == [0]
+    assert (outcome(host, "silent"), len(silent.reading)) == (0, 1)
+    host.pass_time(2 * READ_TIMEOUT_S - 1.6)
     assert (outcome(host, "silent"), silent.reading) == (1, {})
+    host.want(engine, B)
+    assert silent.reading == {}
+
+
+@pytest.mark.parametrize("ends", ["lands", "stays", "fails"])
+def test_a_want_in_a_hurry_turns_nothing_off(host, ends):
+    """Its time is over before the lander, which is well, could have answered."""
+    engine = host.attach("scheduler", "x")
+    lander = host.attach("lander", "x", 0)
+    host.want(engine, A, wait_s=0.06)
+    host.pass_time(0.04)
+    host.pass_time(0.0)
+    assert [answer.read for answer in answers(engine)] == [0]
+    host.want(engine, B)
+    first, second = sorted(lander.reading)
+    if ends != "stays":
+        host.ended(lander, first, "" if ends == "lands" else "changed")
+        assert outcome(host, "deadline" if ends == "lands" else "changed") == 1
+        assert lander.landed == set(), "nobody needs it"
+    host.ended(lander, second)
+    assert [answer.read for answer in answers(engine)] == [0, second]
+    host.pass_time(2 * READ_TIMEOUT_S)
+    assert (outcome(host, "silent"), lander.reading) == (0, {})
+
+
+def test_what_somebody_in_a_hurry_has_given_up_can_be_read_again(host):
+    engine = host.attach("scheduler", "x")
+    lander = host.attach("lander", "x", 0)
+    host.want(engine, A, wait_s=0.06)
+    host.pass_time(0.04)
+    host.pass_time(0.0)
+    [in_the_arena] = answers(engine)
+    host.leases.drop(in_the_arena.lease, engine.sid)
+    host.backend.remove(A)
+    host.want(engine, A)
+    first, second = sorted(lander.reading)
+    host.ended(lander, first)
+    host.ended(lander, second)
+    assert lander.landed == {second}
+
+
+def test_a_lander_that_goes_takes_what_was_given_up_with_it(host):
+    engine = host.attach("scheduler", "x")
+    first, second = host.attach("lander", "x", 0), host.attach("lander", "x", 1)
+    host.want(engine, A, readers=2, wait_s=0.06)
+    host.ended(first)
+    host.pass_time(0.04)
+    host.leave(second)
+    assert (first.landed, outcome(host, "gone")) == (set(), 1)
+    assert list(host.device_reads.deadlines()) == []
 
 
 def test_a_lander_that_does_not_answer_is_left_alone_for_a_while_and_no_holder_is_blamed(host):
@@ -475,12 +527,13 @@ class Machine(RuleBasedStateMachine):
         identities=st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=3),
         readers=st.integers(0, 2),
         landing=st.sampled_from(["device", "device", "host"]),
+        wait_s=st.sampled_from([WAIT_S, WAIT_S, 0.75]),
     )
-    def want(self, data, identities, readers, landing):
+    def want(self, data, identities, readers, landing, wait_s):
         scheduler = data.draw(st.sampled_from(self.schedulers))
         want = self.host.next_want + 1
-        self.asked[want] = (scheduler, readers, set(range(len(identities))), self.host.now + WAIT_S)
-        assert self.host.want(scheduler, *identities, readers=readers, landing=landing) == want
+        self.asked[want] = (scheduler, readers, set(range(len(identities))), self.host.now + wait_s)
+        assert self.host.want(scheduler, *identities, readers=readers, landing=landing, wait_s=wait_s) == want
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
