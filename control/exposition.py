@@ -68,7 +68,13 @@ class Exposition:
         try:
             self._server = _Server(host, port, _Page(client, sources) if client else None, health)
         except OSError as error:
-            log.warning("no /metrics and no /healthz: cannot listen on %s:%d: %s", host, port, error)
+            log.warning(
+                "no /metrics and no /healthz: cannot listen on %s:%d (%s); accepted as port for metrics: a free one, 0 "
+                "for any, -1 for none",
+                host,
+                port,
+                error,
+            )
             return
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="ec-p2p-exposition", daemon=True)

@@ -51,26 +51,29 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(config: Config) -> Iterator[Finding]:
     """Every check, with these settings, one after the other."""
-    from ec_p2p.cli.doctor import directories, host_node, loopback, machine, network, software
+    from ec_p2p.cli.doctor import directories, host_node, loopback, machine, network, ports, software
 
-    ports = network.rdma()
+    rdma = network.rdma()
     host = host_node.look(config)
+    bound = ports.bind(config, host)
     yield software.versions()
     yield software.vllm()
     yield software.nixl(config)
     yield software.ucx_settings(config)
-    yield network.rdma_devices(ports)
+    yield network.rdma_devices(rdma)
     yield software.gpus()
     yield machine.memory(config)
     yield machine.memfd()
     yield machine.shared_memory()
-    yield machine.locked_memory(config, rdma=bool(ports))
+    yield machine.locked_memory(config, rdma=bool(rdma))
     yield machine.open_files()
     yield machine.disk(config)
     yield machine.clock()
     yield software.curve(config)
     yield network.addresses(config)
-    yield from directories.directories(config)
+    yield ports.peer_port(config, host, bound)
+    yield ports.metrics_port(config, host, bound)
+    yield from directories.directories(config, bound)
     yield host_node.node(config, host)
     yield loopback.read(config)
 

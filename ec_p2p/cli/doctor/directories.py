@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.cli.doctor.ports import Bound, publications_port, who_has
 from ec_p2p.cli.doctor.remarks import remarks
 from ec_p2p.cli.following import Following, NoDirectory
 from ec_p2p.config import Config, ConfigError
@@ -18,21 +19,23 @@ from ec_p2p.wire.notation import without_password
 
 _CONNECT_S = 1.0
 _ANSWER_S = 3.0
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.ENODEV)
+"""What ZMQ says of an address that this host has not, and of a name for one."""
 
 
-def directories(config: Config) -> list[Finding]:
-    """Whether each of them answers."""
-    return [_directory(config, endpoint) for endpoint in config.directories]
+def directories(config: Config, bound: Bound) -> list[Finding]:
+    """Whether each of them answers, or can be hosted here."""
+    return [_directory(config, endpoint, bound) for endpoint in config.directories]
 
 
-def _directory(config: Config, endpoint: str) -> Finding:
+def _directory(config: Config, endpoint: str, bound: Bound) -> Finding:
     thing = f"directory {without_password(endpoint)}"
     parts = urlsplit(endpoint)
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_CONNECT_S):
             pass
     except OSError as error:
-        return _unreached(config, endpoint, thing, error.strerror or str(error))
+        return _unreached(config, endpoint, thing, bound, error.strerror or str(error))
     try:
         load_security(config)
     except ConfigError:
@@ -60,19 +63,19 @@ def _asked(config: Config, endpoint: str, thing: str) -> Finding:
     return problem(thing, says, mend)
 
 
-def _unreached(config: Config, endpoint: str, thing: str, why: str) -> Finding:
-    if not config.directory and config.embedded_directory and _can_bind(config.ec_ip, config.ec_port):
-        return ok(thing, "nobody listens there yet: the first node on this host will host it")
+def _unreached(config: Config, endpoint: str, thing: str, bound: Bound, why: str) -> Finding:
     start = "start `ec-p2p directory` there" if is_zmq(endpoint) else "start that server"
     mend = f"{start}, open the port in the firewall, or correct ec_ip, ec_port or directory"
-    return problem(thing, f"cannot be reached ({why})", mend)
-
-
-def _can_bind(host: str, port: int) -> bool:
-    """Whether this host could serve the address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-        return True
+    elsewhere = bound.directory is not None and bound.directory.errno in _NOT_OURS
+    if config.directory or not config.embedded_directory or elsewhere:
+        return problem(thing, f"cannot be reached ({why})", mend)
+    nobody = "nobody listens there"
+    if bound.directory is not None:
+        why = f"{nobody} ({why}), and no node here can host it: {config.ec_ip}:{config.ec_port} cannot be bound"
+        return problem(thing, f"{why} ({bound.directory.strerror})", f"choose another ec_port; or {mend}")
+    if bound.publications is not None:
+        port = publications_port(config)
+        why = f"{nobody}, and no node here can host it: {port}, on which it would publish the changes, cannot be bound"
+        mend = f"{who_has(port)}; choose another ec_port, or set directory_pub_port"
+        return problem(thing, f"{why} ({bound.publications.strerror})", mend)
+    return ok(thing, f"{nobody} yet: the first node on this host will host it")

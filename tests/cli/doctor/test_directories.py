@@ -7,14 +7,20 @@ import socket
 import pytest
 from processes import free_port
 
-from ec_p2p.cli.doctor.directories import directories
-from ec_p2p.cli.doctor.finding import Level
-from ec_p2p.config import make_config
+from ec_p2p.cli.doctor import directories as doctor
+from ec_p2p.cli.doctor import host_node, ports
+from ec_p2p.cli.doctor.finding import Finding, Level
+from ec_p2p.config import Config, make_config
 from ec_p2p.config_kinds import KeyRing
 from ec_p2p.control.directory import Directory
 from ec_p2p.keys import security_of
 from ec_p2p.wire.curve import key_text, new_pair
 from tests.control.valkey_process import ValkeyProcess, needs_server
+from tests.node.conftest import free_ports
+
+
+def directories(config: Config) -> list[Finding]:
+    return doctor.directories(config, ports.bind(config, host_node.look(config)))
 
 
 def test_one_that_answers_and_one_that_is_not_there() -> None:
@@ -40,6 +46,38 @@ def test_something_else_that_listens_where_this_host_would_host_the_directory() 
         (finding,) = directories(make_config({"ec_port": other.getsockname()[1]}))
     assert finding.level is Level.PROBLEM
     assert "does not answer as a directory" in finding.says
+
+
+def test_one_that_a_node_here_will_host() -> None:
+    (finding,) = directories(make_config({"ec_port": free_ports()}))
+    assert (finding.level, "will host it" in finding.says) == (Level.OK, True)
+
+
+@pytest.mark.parametrize("settings", [{"embedded_directory": False}, {"ec_ip": "no.such.host.invalid"}])
+def test_one_that_no_node_here_will_host(settings: dict[str, object]) -> None:
+    (finding,) = directories(make_config({"ec_port": free_ports(), **settings}))
+    assert finding.level is Level.PROBLEM
+    assert finding.says.startswith("cannot be reached (")
+
+
+def test_one_that_cannot_publish_where_it_would_be_hosted() -> None:
+    port = free_ports()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        (finding,) = directories(make_config({"ec_port": port}))
+        assert finding.level is Level.PROBLEM
+        assert f"{port + 1}, on which it would publish the changes, cannot be bound (Address already in use)" in str(
+            finding
+        )
+        (finding,) = directories(make_config({"ec_port": port, "directory_pub_port": free_port()}))
+        assert finding.level is Level.OK
+
+
+def test_one_whose_port_is_taken_by_what_does_not_listen() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        (finding,) = directories(make_config({"ec_port": other.getsockname()[1]}))
+    assert finding.level is Level.PROBLEM
+    assert "no node here can host it" in finding.says
 
 
 def test_one_that_wants_keys() -> None:
