@@ -9,82 +9,93 @@ the first READ that is in flight alone to the moment when none is any more, with
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-_WEIGHT = 0.25
-"""Of the newest measurement: about the last eight count."""
+_KEPT = 5
+"""Measurements. The one in the middle counts: a moment that was unlike all others decides nothing."""
 _SMALL = 256 << 10
 """Spells with less payload tell of the latency, the others of the bandwidth."""
 _LONGEST_SPELL_S = 0.5
 """One that goes on is measured this often."""
 _OUTDATED_S = 30.0
-"""What was measured so long ago is no guide any more: else one bad moment could keep a holder from ever being asked."""
+"""What was measured so long ago is no guide any more: else a bad time could keep a holder from being asked for ever."""
 _DISTRUST_S = 10.0
 _HOLDERS = 4096
 """A READ from a holder that is gone may end after it was forgotten: such ones must not gather for ever."""
+_GUESS = (100e-6, 1e-9)
+"""Seconds, and seconds for each byte, before anybody was measured."""
+
+
+class _Speed:
+    """What one holder, or all of them together, have taken lately."""
+
+    __slots__ = ("_latencies", "_measured_at", "_per_byte", "latency_s", "seconds_per_byte")
+
+    def __init__(self) -> None:
+        self._latencies: deque[float] = deque(maxlen=_KEPT)
+        self._per_byte: deque[float] = deque(maxlen=_KEPT)
+        self._measured_at = float("-inf")
+        self.latency_s: float | None = None
+        self.seconds_per_byte: float | None = None
+
+    def measured(self, nbytes: int, seconds: float, now: float) -> None:
+        if self.outdated(now):
+            self._latencies.clear()
+            self._per_byte.clear()
+            self.latency_s = self.seconds_per_byte = None
+        self._measured_at = now
+        if nbytes < _SMALL:
+            self._latencies.append(seconds)
+            self.latency_s = _middle(self._latencies)
+        else:
+            self._per_byte.append(seconds / nbytes)
+            self.seconds_per_byte = _middle(self._per_byte)
+
+    def outdated(self, now: float) -> bool:
+        return now - self._measured_at > _OUTDATED_S
+
+    def expected_s(self, nbytes: int) -> float:
+        return (self.latency_s or 0.0) + nbytes * (self.seconds_per_byte or 0.0)
 
 
 class _Holder:
-    __slots__ = (
-        "arrived",
-        "distrusted_until",
-        "in_flight",
-        "latency_s",
-        "measured_at",
-        "seconds_per_byte",
-        "silent_until",
-        "since",
-    )
+    __slots__ = ("arrived", "distrusted_until", "in_flight", "silent_until", "since", "speed")
 
     def __init__(self) -> None:
-        self.latency_s: float | None = None
-        self.seconds_per_byte: float | None = None
-        self.measured_at = float("-inf")
+        self.speed = _Speed()
         self.distrusted_until = 0.0
         self.silent_until = 0.0
         self.in_flight: set[Delivery] = set()
-        self.since = 0.0
-        """When the spell has begun."""
+        self.since = float("-inf")
+        """When the spell has begun, or the last one ended."""
         self.arrived = 0
         """Bytes of payload in this spell."""
-
-    def measure(self, now: float) -> None:
-        """The spell ends, or its next part begins."""
-        seconds, nbytes = max(0.0, now - self.since), self.arrived
-        self.since, self.arrived = now, 0
-        if now - self.measured_at > _OUTDATED_S:
-            self.latency_s = self.seconds_per_byte = None
-        self.measured_at = now
-        if nbytes < _SMALL:
-            self.latency_s = _blend(self.latency_s, seconds)
-        else:
-            self.seconds_per_byte = _blend(self.seconds_per_byte, seconds / nbytes)
 
 
 class Delivery:
     """A READ in flight from a holder. To be ended, once, by `done` or `lost`."""
 
-    __slots__ = ("_clock", "_known")
+    __slots__ = ("_known", "_rates")
 
-    def __init__(self, known: _Holder, clock: Callable[[], float]) -> None:
+    def __init__(self, rates: Rates, known: _Holder) -> None:
+        self._rates = rates
         self._known = known
-        self._clock = clock
 
     def done(self, nbytes: int) -> None:
         """All `nbytes` of its payload have arrived."""
-        known, now = self._known, self._clock()
+        known = self._known
         known.in_flight.discard(self)
         known.distrusted_until = known.silent_until = 0.0
         known.arrived += nbytes
-        if not known.in_flight or now - known.since >= _LONGEST_SPELL_S:
-            known.measure(now)
+        self._rates._look(known)
 
     def lost(self) -> None:
         """It has brought nothing that could be measured: what others have brought meanwhile is not, either."""
         known = self._known
         known.in_flight.discard(self)
-        known.since, known.arrived = self._clock(), 0
+        known.since, known.arrived = self._rates._clock(), 0
 
 
 class Measured(NamedTuple):
@@ -101,13 +112,14 @@ class Rates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holders: dict[bytes, _Holder] = {}
+        self._all = _Speed()
 
     def begun(self, holder: bytes, at: float) -> Delivery:
-        """A READ was posted at `at`."""
+        """A READ was posted at `at`, or somewhat later."""
         known = self._known(holder)
         if not known.in_flight:
-            known.since, known.arrived = at, 0
-        delivery = Delivery(known, self._clock)
+            known.since, known.arrived = max(at, known.since), 0
+        delivery = Delivery(self, known)
         known.in_flight.add(delivery)
         return delivery
 
@@ -126,8 +138,8 @@ class Rates:
     def measured(self) -> list[tuple[bytes, Measured]]:
         """Of every holder, however long ago. Any thread may ask."""
         return [
-            (holder, Measured(known.latency_s, 1 / known.seconds_per_byte if known.seconds_per_byte else None))
-            for holder, known in list(self._holders.items())
+            (holder, Measured(speed.latency_s, 1 / speed.seconds_per_byte if speed.seconds_per_byte else None))
+            for holder, speed in [(holder, known.speed) for holder, known in list(self._holders.items())]
         ]
 
     def distrusted(self, holder: bytes) -> bool:
@@ -141,9 +153,26 @@ class Rates:
     def expected_s(self, holder: bytes, nbytes: int) -> float | None:
         """Seconds that a READ of `nbytes` may take; None while nothing is known."""
         known = self._holders.get(holder)
-        if known is None or self._clock() - known.measured_at > _OUTDATED_S:
+        if known is None or known.speed.outdated(self._clock()):
             return None
-        return (known.latency_s or 0.0) + nbytes * (known.seconds_per_byte or 0.0)
+        return known.speed.expected_s(nbytes)
+
+    def usual_s(self, nbytes: int) -> float:
+        """Seconds that a READ of `nbytes` may take from a holder of which nothing is known: as from others lately."""
+        if self._all.outdated(self._clock()):
+            latency_s, seconds_per_byte = _GUESS
+            return latency_s + nbytes * seconds_per_byte
+        return self._all.expected_s(nbytes)
+
+    def _look(self, known: _Holder) -> None:
+        """The holder has delivered: whether the spell has ended, or has gone on for long enough."""
+        now = self._clock()
+        if known.in_flight and now - known.since < _LONGEST_SPELL_S:
+            return
+        seconds = max(0.0, now - known.since)
+        for speed in (known.speed, self._all):
+            speed.measured(known.arrived, seconds, now)
+        known.since, known.arrived = now, 0
 
     def _known(self, holder: bytes) -> _Holder:
         known = self._holders.get(holder)
@@ -154,5 +183,5 @@ class Rates:
         return known
 
 
-def _blend(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _WEIGHT * (newest - before)
+def _middle(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -17,9 +17,6 @@ from ec_p2p.node.peers import Peers, PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.saving import Saving
 
-_ASSUMED_BYTES_PER_S = 1e9
-"""Of a holder that was not measured lately, once something is on its way from there."""
-
 
 class _Rank(NamedTuple):
     """The lower the better, from the first to the last."""
@@ -89,7 +86,7 @@ class FleetSources:
         outstanding = self._outstanding(incarnation)
         expected_s = self._rates.expected_s(incarnation, advert.nbytes + outstanding)
         if expected_s is None and outstanding:
-            expected_s = (advert.nbytes + outstanding) / _ASSUMED_BYTES_PER_S
+            expected_s = self._rates.usual_s(advert.nbytes + outstanding)
         return _Rank(
             advert.nbytes,
             advert.state == EntryState.DISK,

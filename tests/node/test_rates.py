@@ -17,6 +17,14 @@ class Clock:
         return self.now
 
 
+def deliver(rates, holder, nbytes, seconds):
+    """One READ that takes so long."""
+    clock = rates._clock
+    delivery = rates.begun(holder, clock.now)
+    clock.now += seconds
+    delivery.done(nbytes)
+
+
 def test_of_a_stranger_nothing_is_expected():
     assert Rates().expected_s(ONE, MIB) is None
     assert not Rates().distrusted(ONE)
@@ -25,9 +33,9 @@ def test_of_a_stranger_nothing_is_expected():
 def test_small_reads_tell_the_latency_and_large_ones_the_bandwidth():
     clock = Clock()
     rates = Rates(clock)
-    rates.begun(ONE, clock.now - 0.001).done(64)
+    deliver(rates, ONE, 64, 0.001)
     assert rates.expected_s(ONE, 64) == pytest.approx(0.001)
-    rates.begun(ONE, clock.now - 0.01).done(10 * MIB)
+    deliver(rates, ONE, 10 * MIB, 0.01)
     assert rates.expected_s(ONE, 20 * MIB) == pytest.approx(0.021)
     assert rates.expected_s(OTHER, 64) is None
 
@@ -35,10 +43,40 @@ def test_small_reads_tell_the_latency_and_large_ones_the_bandwidth():
 def test_what_is_new_counts_more_than_what_is_old():
     clock = Clock()
     rates = Rates(clock)
-    rates.begun(ONE, clock.now - 1.0).done(MIB)
-    for _ in range(20):
-        rates.begun(ONE, clock.now - 0.1).done(MIB)
-    assert 0.1 < rates.expected_s(ONE, MIB) < 0.11
+    for seconds in [1.0] * 5 + [0.1] * 3:
+        deliver(rates, ONE, MIB, seconds)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
+
+
+def test_one_bad_moment_decides_nothing():
+    clock = Clock()
+    rates = Rates(clock)
+    for seconds in (0.1, 0.1, 0.1, 2.5):
+        deliver(rates, ONE, MIB, seconds)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
+
+
+def test_a_stranger_is_taken_for_one_like_the_others():
+    clock = Clock()
+    rates = Rates(clock)
+    assert 0 < rates.usual_s(0) < rates.usual_s(MIB) < 0.01
+    deliver(rates, ONE, MIB, 0.5)
+    assert rates.usual_s(2 * MIB) == pytest.approx(1.0)
+    assert rates.expected_s(OTHER, MIB) is None
+    clock.now += 31
+    assert rates.usual_s(MIB) < 0.01
+
+
+def test_reads_that_are_done_as_soon_as_posted_do_not_count_each_others_time():
+    """As through shared memory: those of one turn have the same time of posting."""
+    clock = Clock()
+    rates = Rates(clock)
+    posted_at = clock.now
+    for _ in range(5):
+        delivery = rates.begun(ONE, posted_at)
+        clock.now += 0.1
+        delivery.done(MIB)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
 
 
 def test_a_holder_that_failed_is_distrusted_until_it_delivers_or_time_has_passed():
@@ -47,7 +85,7 @@ def test_a_holder_that_failed_is_distrusted_until_it_delivers_or_time_has_passed
     rates.failed(ONE)
     rates.failed(OTHER)
     assert rates.distrusted(ONE)
-    rates.begun(ONE, clock.now - 0.1).done(MIB)
+    deliver(rates, ONE, MIB, 0.1)
     assert not rates.distrusted(ONE)
     assert rates.distrusted(OTHER)
     clock.now += 11
@@ -63,7 +101,7 @@ def test_who_was_waited_for_in_vain_is_distrusted_and_more():
     assert rates.distrusted(OTHER)
     rates.failed(OTHER)
     assert rates.silent_lately(OTHER)
-    rates.begun(OTHER, clock.now).done(MIB)
+    deliver(rates, OTHER, MIB, 0.0)
     assert not rates.silent_lately(OTHER)
 
 
@@ -76,7 +114,7 @@ def test_reads_in_flight_together_share_the_wire():
         clock.now += 0.1
         delivery.done(10 * MIB)
     assert rates.expected_s(ONE, 30 * MIB) == pytest.approx(0.3)
-    rates.begun(ONE, clock.now - 0.2).done(20 * MIB)
+    deliver(rates, ONE, 20 * MIB, 0.2)
     assert rates.expected_s(ONE, 30 * MIB) == pytest.approx(0.3), "the time between spells counts for nothing"
 
 
@@ -106,13 +144,13 @@ def test_what_was_lost_measures_nothing():
 def test_what_was_measured_long_ago_is_forgotten():
     clock = Clock()
     rates = Rates(clock)
-    rates.begun(ONE, clock.now - 2.5).done(MIB)
+    deliver(rates, ONE, MIB, 2.5)
     clock.now += 29
     assert rates.expected_s(ONE, MIB) == pytest.approx(2.5)
     clock.now += 2
     assert rates.expected_s(ONE, MIB) is None
     assert rates.measured() == [(ONE, Measured(None, pytest.approx(MIB / 2.5)))]
-    rates.begun(ONE, clock.now - 0.1).done(MIB)
+    deliver(rates, ONE, MIB, 0.1)
     assert rates.expected_s(ONE, MIB) == pytest.approx(0.1), "one bad moment is not blended into what is true now"
 
 
@@ -120,11 +158,11 @@ def test_what_was_measured_is_told_as_far_as_it_was():
     clock = Clock()
     rates = Rates(clock)
     assert rates.measured() == []
-    rates.begun(ONE, clock.now - 0.5).done(64)
+    deliver(rates, ONE, 64, 0.5)
     rates.failed(OTHER)
     assert rates.measured() == [(ONE, Measured(0.5, None)), (OTHER, Measured(None, None))]
-    rates.begun(ONE, clock.now - 0.25).done(10 * MIB)
-    rates.begun(OTHER, clock.now).done(MIB)  # in no time at all: nothing to divide by
+    deliver(rates, ONE, 10 * MIB, 0.25)
+    deliver(rates, OTHER, MIB, 0.0)  # in no time at all: nothing to divide by
     assert rates.measured() == [(ONE, Measured(0.5, 40 * MIB)), (OTHER, Measured(None, None))]
     rates.forget(ONE)
     assert [holder for holder, _ in rates.measured()] == [OTHER]

@@ -45,7 +45,9 @@ class Fleet:
         return info.incarnation
 
     def delivers(self, incarnation, seconds):
-        self.rates.begun(incarnation, self.now - seconds).done(4 * MIB)
+        delivery = self.rates.begun(incarnation, self.now)
+        self.now += seconds
+        delivery.done(4 * MIB)
 
     def order(self):
         return [info.name for info, _ in self.sources.holders(A)]
