@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
-from ec_p2p.config import ConfigError, parse_size
+from ec_p2p.cli.bench_memory import check_memory
+from ec_p2p.config import ConfigError
+from ec_p2p.config_kinds import Size
 
 _MOST_ITEMS = 256
 """What fits the message in which a client asks for them, by far."""
+_MOST_ROUNDS = 1_000_000
+_MOST_KEYS = 100_000_000
+_KEY_BYTES = 1 << 10
+"""Memory that a key takes while the index is measured, at most."""
+_MOST_OF_A_TRACE = 1_000_000
+"""Items, and requests: of more each policy's turn takes many minutes."""
+_MOST_INSTANCES = 1_000_000_000
+"""What limits them is how many files may be open."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,12 +38,12 @@ def add_parser(subparsers: Any) -> None:
     )
     fetch.set_defaults(run=run_fetch)
     engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
-    engine.add_argument("--index-keys", type=int, default=1_000_000, help="measure an index of so many; 0: do not")
+    engine.add_argument("--index-keys", default="1000000", help="measure an index of so many; 0: do not")
     engine.add_argument("--folder", help="where files are written and read (default: the folder for temporary files)")
     engine.set_defaults(run=run_engine)
     for bench in (fetch, engine):
         bench.add_argument("--sizes", default="64KiB,1MiB,4MiB,16MiB,64MiB", help="comma-separated payload sizes")
-        bench.add_argument("--repeat", type=int, default=60, help="measurements of each kind and size")
+        bench.add_argument("--repeat", default="60", help="measurements of each kind and size")
         bench.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
     directory = benches.add_parser("directory", help="what the control plane takes in, and how soon it is seen")
     directory.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
@@ -43,35 +55,43 @@ def add_parser(subparsers: Any) -> None:
     directory.add_argument("--json", action="store_true", help="print one JSON object")
     directory.set_defaults(run=run_directory)
     policy = benches.add_parser("policy", help="hit ratios of the eviction policies, on a made-up trace")
-    policy.add_argument("--requests", type=int, default=30_000, help="length of the trace")
-    policy.add_argument("--items", type=int, default=5_000, help="size of the catalogue")
+    policy.add_argument("--requests", default="30000", help="length of the trace")
+    policy.add_argument("--items", default="5000", help="size of the catalogue")
     policy.add_argument("--json", action="store_true", help="print one JSON object")
     policy.set_defaults(run=run_policy)
 
 
 def run_engine(args: argparse.Namespace) -> int:
-    from ec_p2p.cli.bench_engine import run
+    from ec_p2p.cli.bench_engine import LEAST_BYTES, memory_for, run
 
-    return run(_sizes(args), args.repeat, args.index_keys, args.folder, as_json=args.json)
+    sizes = _sizes(args.sizes, LEAST_BYTES)
+    repeat = _number("--repeat", args.repeat, 1, _MOST_ROUNDS)
+    keys = _number("--index-keys", args.index_keys, 0, _MOST_KEYS)
+    check_memory("--sizes", args.sizes, memory_for(max(sizes)))
+    check_memory("--index-keys", args.index_keys, keys * _KEY_BYTES)
+    return run(sizes, repeat, keys, args.folder, as_json=args.json)
 
 
 def run_fetch(args: argparse.Namespace) -> int:
-    from ec_p2p.cli.bench_fetch import run
+    from ec_p2p.cli.bench_fetch import memory_for, run
 
-    items = _counts("--items", args.items)
-    if max(items) > _MOST_ITEMS:
-        raise ConfigError(f"--items={args.items!r}; accepted: at most {_MOST_ITEMS} in one want")
+    sizes = _sizes(args.sizes)
+    items = _numbers("--items", args.items, _MOST_ITEMS)
+    repeat = _number("--repeat", args.repeat, 1, _MOST_ROUNDS)
+    check_memory("--sizes", args.sizes, memory_for(sizes, items))
     device = None if args.device is None else _device(args.device)
     if args.landing == "device" and (device is None or args.transport != "nixl"):
         raise ConfigError("--landing=device; accepted: with --device, and with --transport nixl")
-    return run(_sizes(args), items, args.transport, args.repeat, device, args.landing, as_json=args.json)
+    return run(sizes, items, args.transport, repeat, device, args.landing, as_json=args.json)
 
 
 def run_directory(args: argparse.Namespace) -> int:
     if args.instances is not None:
         from ec_p2p.cli.bench_instances import run as run_instances
 
-        return run_instances(_counts("--instances", args.instances), 0.5 if args.quick else 10.0, as_json=args.json)
+        return run_instances(
+            _numbers("--instances", args.instances, _MOST_INSTANCES), 0.5 if args.quick else 10.0, as_json=args.json
+        )
     from ec_p2p.cli.bench_directory import FULL, QUICK, run
 
     return run(QUICK if args.quick else FULL, as_json=args.json)
@@ -80,11 +100,29 @@ def run_directory(args: argparse.Namespace) -> int:
 def run_policy(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_policy import run
 
-    return run(args.requests, args.items, as_json=args.json)
+    requests = _number("--requests", args.requests, 1, _MOST_OF_A_TRACE)
+    return run(requests, _number("--items", args.items, 1, _MOST_OF_A_TRACE), as_json=args.json)
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
-    return [parse_size("--sizes", text, bare_unit=1) for text in args.sizes.split(",")]
+def _sizes(text: str, least: int = 1) -> list[int]:
+    kind = Size(least=least)
+    try:
+        return [kind.check(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--sizes={text!r}; accepted, separated by commas: {kind.accepted}") from None
+
+
+def _number(option: str, text: str, least: int, most: int) -> int:
+    if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
+        raise ConfigError(f"{option}={text!r}; accepted: a number from {least} to {most}")
+    return int(text)
+
+
+def _numbers(option: str, text: str, most: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_NUMBER.fullmatch(part) and 1 <= int(part) <= most for part in parts):
+        raise ConfigError(f"{option}={text!r}; accepted: numbers from 1 to {most}, separated by commas")
+    return [int(part) for part in parts]
 
 
 def _device(text: str) -> str:
@@ -98,10 +136,3 @@ def _device(text: str) -> str:
     if not kind:
         raise ConfigError(f"--device={text!r}; accepted: cpu, cuda or cuda:N")
     return name
-
-
-def _counts(option: str, text: str) -> list[int]:
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(counts) < 1:
-        raise ConfigError(f"{option}={text!r}; accepted: numbers from 1, separated by commas")
-    return counts

@@ -30,9 +30,14 @@ import torch
 import xxhash
 
 from ec_p2p.cli.bench_index import index_bytes_per_key
+from ec_p2p.config import ConfigError
 from ec_p2p.engine import ECCacheEngine, StorageManager
 from ec_p2p.engine.arena import Arena
+from ec_p2p.engine.generation import SLAB_BYTES_PER_RECORD
 from ec_p2p.engine.policy import POLICIES
+
+LEAST_BYTES = SLAB_BYTES_PER_RECORD
+"""An arena full of smaller entries has no records for all of them."""
 
 _DIM = 1024
 _LEAST_ARENA = 64 << 20
@@ -79,7 +84,8 @@ Work = Callable[[], object]
 
 def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, as_json: bool) -> int:
     """Measure and print. Returns the exit status."""
-    rows = [row for size in sizes for row in _rows(size, measure(size, repeat, folder))]
+    with _scratch_in(folder) as scratch:
+        rows = [row for size in sizes for row in _rows(size, measure(size, repeat, scratch))]
     index = {policy: index_bytes_per_key(index_keys, policy) for policy in POLICIES} if index_keys else {}
     if as_json:
         limits = _LIMITS_IN_WORDS
@@ -95,6 +101,23 @@ def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, a
         print(f"index: {nbytes:.0f} bytes a key at {index_keys} keys under {policy}, identity included{over}")
     print("limits: " + "; ".join(f"{op}: {words}" for op, words in _LIMITS_IN_WORDS.items()))
     return 0
+
+
+def memory_for(size: int) -> int:
+    """Bytes that `measure` takes at this size: two arenas, and a few tensors."""
+    return (2 * _slots(size) + 4) * size
+
+
+def _slots(size: int) -> int:
+    """How many entries an arena has room for."""
+    return max(8, _LEAST_ARENA // size)
+
+
+def _scratch_in(folder: str | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="ec-p2p-bench-", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"--folder={folder or ''!r}; accepted: a folder to write to ({error.strerror})") from None
 
 
 def _rows(size: int, samples: Samples) -> Iterator[dict[str, Any]]:
@@ -115,11 +138,11 @@ def _rows(size: int, samples: Samples) -> Iterator[dict[str, Any]]:
         }
 
 
-def measure(size: int, repeat: int, folder: str | None) -> Samples:
+def measure(size: int, repeat: int, folder: str) -> Samples:
     """Seconds of every measurement at `size` bytes an entry, rounded down to whole rows: {operation: [...]}, and
     {operation + " yardstick": [...]} beside it."""
     source = torch.randn(max(1, size // (2 * _DIM)), _DIM).to(torch.bfloat16)
-    slots = max(8, _LEAST_ARENA // source.nbytes)
+    slots = _slots(source.nbytes)
     # Room for `slots` entries, and so many have been put: each put evicts what was put `slots` puts before.
     slab = slots * source.nbytes + (slots * source.nbytes >> 6) + (1 << 18)
     samples: Samples = defaultdict(list)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _DIM = 1024
 _ROW_BYTES = 2 * _DIM
 _PATIENCE_S = 30.0
+_ARENA_OF_ENTRIES = 6
+"""An arena has room for so many times what is fetched. Of one load all processes together touch no more than that."""
 
 
 class Load(NamedTuple):
@@ -105,6 +107,18 @@ def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
     return row
 
 
+def memory_for(sizes: list[int], items: list[int]) -> int:
+    """Bytes that `measure` takes, at most."""
+    return _ARENA_OF_ENTRIES * sum(load.nbytes for load in _loads(sizes, items))
+
+
+def _loads(sizes: list[int], items: list[int]) -> list[Load]:
+    """Rounded so that each item has whole rows, and at least one."""
+    return [
+        Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number) for size in sizes for number in items
+    ]
+
+
 def measure(
     sizes: list[int],
     items: list[int],
@@ -113,11 +127,8 @@ def measure(
     device: str | None = None,
     landing: str = "host",
 ) -> dict[Load, dict[str, list[float]]]:
-    """Seconds of every measurement: {load: {kind: [...]}}. Sizes are rounded so that each item has whole rows. Of the
-    kind 'device' there are none without one."""
-    loads = [
-        Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number) for size in sizes for number in items
-    ]
+    """Seconds of every measurement: {load: {kind: [...]}}. Of the kind 'device' there are none without one."""
+    loads = _loads(sizes, items)
     port = _free_ports()
     common = {
         "transport": transport,
@@ -125,7 +136,7 @@ def measure(
         "spawn_node": False,
         "metrics_port": -1,
         "share_fetched": False,
-        "max_local_cpu_size": f"{max(256 << 20, 6 * sum(load.nbytes for load in loads))}B",
+        "max_local_cpu_size": f"{max(256 << 20, memory_for(sizes, items))}B",
         "slab_size": max(64 << 20, 2 * max(sizes)),
         "landing": landing,
         "landing_size": 2 * max(sizes) + (1 << 20),

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from ec_p2p.cli.bench_memory import free_memory
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
@@ -211,9 +212,7 @@ def poll_until(condition: Callable[[], object]) -> None:
 def touch_memory(nbytes: int) -> None:
     """Use so much memory and give it back, so that what is measured next does not wait for a virtual machine's host to
     find some. Not more than half of what is free."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            nbytes = min(nbytes, int(line.split()[1]) * 1024 // 2)
+    nbytes = min(nbytes, free_memory() // 2)
     with mmap.mmap(-1, max(1, nbytes)) as memory:
         for offset in range(0, nbytes, mmap.PAGESIZE):
             memory[offset] = 1

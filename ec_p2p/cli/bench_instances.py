@@ -55,7 +55,8 @@ def run(counts: list[int], seconds: float, *, as_json: bool) -> int:
     wanted, allowed = 100 + _DESCRIPTORS * max(counts), allow_descriptors()
     if allowed < wanted:
         raise ConfigError(
-            f"--instances: {max(counts)} need {wanted} open files; the hard limit (ulimit -Hn) is {allowed}"
+            f"--instances: {max(counts)} need {wanted} open files; "
+            f"accepted: what fits the {allowed} of the hard limit (ulimit -Hn)"
         )
     rows = [measure(count, seconds) for count in counts]
     if as_json:

@@ -81,12 +81,6 @@ def test_programs_get_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("counts", ["", "0", "1,x", "-3"])
-def test_counts_that_are_none_are_one_clear_error(capsys: pytest.CaptureFixture[str], counts: str) -> None:
-    assert main(["bench", "directory", f"--instances={counts}"]) == 2
-    assert f"--instances={counts!r}; accepted: numbers from 1" in capsys.readouterr().err
-
-
 def test_more_than_the_machine_allows_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "directory", "--instances=1000000000"]) == 2
-    assert "--instances: 1000000000 need 3000000100 open files" in capsys.readouterr().err
+    assert "--instances: 1000000000 need 3000000100 open files; accepted: " in capsys.readouterr().err

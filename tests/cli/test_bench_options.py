@@ -1,0 +1,77 @@
+"""What no benchmark can be asked for is one clear error, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from ec_p2p.cli import bench_memory, main
+
+SIZES = "accepted, separated by commas: a positive number of bytes, or text like '512MiB'"
+
+
+@pytest.mark.parametrize(
+    ("what", "option", "value", "accepted"),
+    [
+        *(
+            (what, "--sizes", value, SIZES)
+            for what in ("fetch", "engine")
+            for value in ("64KiB,lots", "64KiB,,1MiB", "", "0", "-1", "1e9", "1" * 5000)
+        ),
+        ("engine", "--sizes", "64KiB,16383", f"{SIZES}, at least 16KiB"),
+        *(
+            (what, "--repeat", value, "accepted: a number from 1 to 1000000")
+            for what in ("fetch", "engine")
+            for value in ("0", "-1", "1.5", "", "x", "1000001", "1" * 5000)
+        ),
+        *(
+            ("engine", "--index-keys", value, "accepted: a number from 0 to 100000000")
+            for value in ("-1", "x", "100000001")
+        ),
+        ("engine", "--folder", "/nonexistent", "accepted: a folder to write to (No such file or directory)"),
+        ("engine", "--folder", "/dev/null", "accepted: a folder to write to (Not a directory)"),
+        *(
+            ("fetch", "--items", value, "accepted: numbers from 1 to 256, separated by commas")
+            for value in ("0", "1,,4", "-1", "1,257", "\u00b2", "1" * 5000)
+        ),
+        *(
+            ("directory", "--instances", value, "accepted: numbers from 1 to 1000000000, separated by commas")
+            for value in ("", "0", "1,x", "-3", "1" * 5000)
+        ),
+        *(
+            ("policy", option, value, "accepted: a number from 1 to 1000000")
+            for option in ("--requests", "--items")
+            for value in ("0", "-1", "x", "1000001")
+        ),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_accepted(
+    capsys: pytest.CaptureFixture[str], what: str, option: str, value: str, accepted: str
+) -> None:
+    assert main(["bench", what, f"{option}={value}"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(f"ec-p2p: {option}={value!r}; ")
+    assert accepted in error
+
+
+@pytest.mark.parametrize(
+    ("what", "option", "value", "needed"),
+    [
+        ("fetch", "--sizes", "64KiB,256MiB", "1.5 GiB"),
+        ("engine", "--sizes", "64KiB,256MiB", "5.0 GiB"),
+        ("engine", "--index-keys", "2097152", "2.0 GiB"),
+    ],
+)
+def test_what_memory_cannot_hold_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    option: str,
+    value: str,
+    needed: str,
+) -> None:
+    monkeypatch.setattr(bench_memory, "free_memory", lambda: 1400 << 20)
+    assert main(["bench", what, f"{option}={value}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ec-p2p: {option}={value!r} takes {needed} of memory; ")
+    assert "accepted: what fits the 1.4 GiB that are free" in error
