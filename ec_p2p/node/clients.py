@@ -21,6 +21,7 @@ from ec_p2p.node.messages import (
     Forget,
     Inspect,
     OpenWindow,
+    Quarantined,
     ReadEnded,
     Release,
     SaveSkipped,
@@ -82,6 +83,8 @@ class Clients:
                 self._saving.skipped(session, message)
             case ReadEnded():
                 self._device_reads.answered(session, message, now)
+            case Quarantined():
+                self._device_reads.quarantined(session, message)
             case Sync():
                 self._links.flush(now)
                 self._sessions.send(session, Synced(message.token))

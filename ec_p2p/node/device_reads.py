@@ -28,7 +28,16 @@ from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.generation import check
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.fetch import Holder
-from ec_p2p.node.messages import READ_REASONS, DropEntry, PeerCard, PeerGone, ReadEnded, ReadEntry, ToLander
+from ec_p2p.node.messages import (
+    READ_REASONS,
+    DropEntry,
+    PeerCard,
+    PeerGone,
+    Quarantined,
+    ReadEnded,
+    ReadEntry,
+    ToLander,
+)
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.sessions import Session, Sessions
@@ -149,11 +158,18 @@ class DeviceReads:
         """(instance, holder, or None for all of them) -> until when nothing is read there."""
         self._heard_at: dict[Session, float] = {}
         """When a lander has last said how a READ ended."""
+        self._quarantined: dict[Session, int] = {}
+        """Bytes of the device's memory that a lander may not use, as it says."""
         self._told: dict[tuple[Session, bytes], int] = {}
         """(lander, peer) -> revision of the card that it was given."""
 
     def __len__(self) -> int:
         return len(self._reads)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Of all devices. Any thread may ask."""
+        return sum(list(self._quarantined.values()))
 
     def find(self, instance: str, readers: int, identity: bytes) -> DeviceRead | None:
         """What has landed, or is on its way, for exactly those who are the readers of the instance now."""
@@ -212,6 +228,12 @@ class DeviceReads:
             with closing(self.pin(read)):
                 self._on_landed(read)
 
+    def quarantined(self, session: Session, message: Quarantined) -> None:
+        """A lander says what late READs keep from it."""
+        if session.attach.kind == "lander":
+            self._quarantined[session] = message.nbytes
+            self._counters.add("device_quarantined", message.entries)
+
     def peer_gone(self, incarnation: bytes) -> None:
         """Landers let go of it when its READs have ended."""
         for lander, peer in [key for key in self._told if key[1] == incarnation]:
@@ -220,6 +242,7 @@ class DeviceReads:
 
     def lander_gone(self, session: Session) -> None:
         self._heard_at.pop(session, None)
+        self._quarantined.pop(session, None)
         for key in [key for key in self._told if key[0] is session]:
             del self._told[key]
         for read in list(self._by_number.values()):

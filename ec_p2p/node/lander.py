@@ -35,7 +35,7 @@ from ec_p2p.node.at_exit import close_at_exit
 from ec_p2p.node.client import OLD_ARENA_S, Detached, NodeClient
 from ec_p2p.node.device import Device
 from ec_p2p.node.device_pool import DevicePool
-from ec_p2p.node.messages import DropEntry, FromNode, PeerCard, PeerGone, ReadEnded, ReadEntry
+from ec_p2p.node.messages import DropEntry, FromNode, PeerCard, PeerGone, Quarantined, ReadEnded, ReadEntry
 from ec_p2p.node.network import hosts, interconnect_of
 from ec_p2p.node.pacing import TICK_S, nap_s
 from ec_p2p.node.rates import Rates
@@ -119,11 +119,12 @@ class Lander:
         self._transport = _transport(config, device, self._pool)
         self._client = NodeClient(msgspec.structs.replace(config, spawn_node=False), "lander", instance, reader)
         self._on_error = on_error
+        self._counters = Tally()
         self._transfers: Transfers[Landing] = Transfers(
             self._transport,
             self._pool.release,
             Rates(),
-            Tally(),
+            self._counters,
             config.read_timeout_s,
             config.landing_size // _QUARANTINE_SHARE,
             self._arrived,
@@ -133,6 +134,8 @@ class Lander:
         self._peers: set[bytes] = set()
         self._unusable: dict[bytes, bytes] = {}
         """Cards, by peer, that were of no use: a node tells them again."""
+        self._told_bytes = self._told_entries = 0
+        """In quarantine now, and put there so far, as far as nodes know."""
         self._next_tick = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ec-p2p-lander", daemon=True)
@@ -200,6 +203,7 @@ class Lander:
     def _tick(self, now: float) -> None:
         self._transport.progress()
         self._transfers.settle()
+        self._tell_quarantine()
         for key, landing in list(self._landings.items()):
             if now >= landing.until:
                 self._free(key)
@@ -266,6 +270,7 @@ class Lander:
             self._transport.forget(peer.hex())
         self._peers.clear()
         self._unusable.clear()
+        self._told_bytes = 0
 
     # -------------------------------------------------------- what became of a READ
 
@@ -292,6 +297,13 @@ class Lander:
 
     def _answer(self, entry: ReadEntry, reason: str) -> None:
         self._client.send(ReadEnded(entry.read, reason))
+
+    def _tell_quarantine(self) -> None:
+        nbytes, entries = self._transfers.quarantined_bytes, int(self._counters.get("quarantined"))
+        if (nbytes, entries) == (self._told_bytes, self._told_entries):
+            return
+        if self._client.send(Quarantined(nbytes, entries - self._told_entries)):
+            self._told_bytes, self._told_entries = nbytes, entries
 
     def _free(self, key: tuple[bytes, int]) -> None:
         self._pool.release(self._landings.pop(key).extent)

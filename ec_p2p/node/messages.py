@@ -176,6 +176,15 @@ READ_REASONS = (
 )
 
 
+class Quarantined(msgspec.Struct, frozen=True, array_like=True, tag="quarantined"):
+    """Of a lander: what READs that were late may yet write to, whenever that changes."""
+
+    nbytes: Natural
+    """Now, of its device's memory."""
+    entries: Natural
+    """That were put there since it last said so."""
+
+
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
     """Answered by Synced once everything this client sent before has been handled."""
 
@@ -314,6 +323,7 @@ ToNode = (
     | Commit
     | SaveSkipped
     | ReadEnded
+    | Quarantined
     | Sync
     | Inspect
 )

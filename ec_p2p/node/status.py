@@ -130,6 +130,7 @@ class Status:
             ("fetches_in_flight", ()): len(self.fetches),
             ("landers", ()): self.sessions.landers,
             ("device_entries", ()): len(self.device_reads),
+            ("device_quarantined_bytes", ()): self.device_reads.quarantined_bytes,
             ("stagings_in_flight", ()): len(self.staging),
             ("quarantined_bytes", ()): self.fetches.quarantined_bytes,
             ("encode_seconds_per_row", ()): self.encode_times.seconds_per_row or 0.0,

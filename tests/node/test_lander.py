@@ -17,7 +17,7 @@ from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
 from ec_p2p.node import lander as lander_module
 from ec_p2p.node.client import Detached
 from ec_p2p.node.device import device_for
-from ec_p2p.node.messages import DropEntry, PeerCard, PeerGone, ReadEnded, ReadEntry
+from ec_p2p.node.messages import DropEntry, PeerCard, PeerGone, Quarantined, ReadEnded, ReadEntry
 from ec_p2p.transport import nixl_available
 from tests.transport.ends import Holder, in_child, until
 
@@ -40,6 +40,7 @@ class ScriptedClient:
         self._said = []
         self._news = threading.Condition()
         self.answers = []
+        self.quarantine = []
 
     def attach(self, timeout_s=0.0):
         return True
@@ -54,7 +55,8 @@ class ScriptedClient:
         return said
 
     def send(self, message):
-        self.answers.append(message)
+        kept = self.quarantine if isinstance(message, Quarantined) else self.answers
+        kept.append(message)
         return True
 
     def close(self):
@@ -291,9 +293,14 @@ def read_from_a_stopped_holder(name, card, pid):
         late = answers_to(client, entry(2, name))
         stuck = answers_to(client, entry(3, name))
         detained = before - lander.free_bytes
+        until(lambda: client.quarantine, "the node to be told")
+        client.say(Detached(NODE))
+        until(lambda: len(client.quarantine) == 2, "the next node to be told")
         os.kill(pid, signal.SIGCONT)
         until(lambda: lander.free_bytes == before, "quarantine to end")
-        return late, stuck, detained, answers_to(client, entry(4, name))
+        until(lambda: len(client.quarantine) == 3, "the node to be told of its end")
+        after = answers_to(client, PeerCard(bytes.fromhex(name), card), entry(4, name))
+        return late, stuck, detained, client.quarantine, after
 
 
 def test_memory_that_a_stopped_holder_may_write_to_is_kept_from_others(monkeypatch):
@@ -301,12 +308,13 @@ def test_memory_that_a_stopped_holder_may_write_to_is_kept_from_others(monkeypat
     holder = Holder("nixl", "cd" * 16)
     try:
         holder.ask("write", RECORD_AT, pack(RECORD))
-        late, stuck, detained, after = in_child(read_from_a_stopped_holder, holder.name, holder.card, holder.pid)
+        late, stuck, detained, told, after = in_child(read_from_a_stopped_holder, holder.name, holder.card, holder.pid)
     finally:
         holder.close()
     assert late == [ReadEnded(2, "late")]
     assert stuck == [ReadEnded(3, "stuck")]
     assert detained == NBYTES
+    assert told == [Quarantined(NBYTES, 1), Quarantined(NBYTES, 0), Quarantined(0, 0)]
     assert after == [ReadEnded(4, "")]
 
 
