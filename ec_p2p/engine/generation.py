@@ -26,7 +26,9 @@ IDENTITY_BYTES = 32
 if sys.byteorder != "little":
     raise ImportError("ec-p2p's generation records are little-endian and are written in place; this machine is not")
 
-_STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""Whether this machine does loads in program order, and stores, too."""
+_FENCE = threading.Lock()
 
 _RECORD = struct.Struct("<Q32sQIIQ")
 _AFTER_GENERATION = struct.Struct("<32sQIIQ")
@@ -139,6 +141,19 @@ def landing_record_at(slab: Slab, slot: int) -> int:
     return slab.offset + RECORD_BYTES * (records_in(slab) + slot)
 
 
+def fence() -> None:
+    """Whatever this thread has loaded and stored before, it has done before whatever it does afterwards, as all others
+    see it. Costs next to nothing where the machine keeps that order: CPython cannot change it across its own calls."""
+    if _KEEPS_ORDER:
+        return
+    # What comes before may slide into a lock's section, and so may what comes after; but neither does across one that
+    # is left before another is entered: to leave is a release, to enter an acquire, and those two keep their order.
+    with _FENCE:
+        pass
+    with _FENCE:
+        pass
+
+
 class GenerationTable:
     """Writes the records of one arena and numbers the generations, which are never reused in its life.
 
@@ -148,21 +163,18 @@ class GenerationTable:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._generations = itertools.count(1)
-        self._fence_lock = threading.Lock()
 
     def invalidate(self, offset: int) -> None:
         """Make the record at `offset` say generation 0. After the return the extent may be written again."""
         self._arena.words[offset // 8] = 0
-        if not _STORES_STAY_IN_ORDER:
-            self._fence()
+        fence()
 
     def publish(self, offset: int, identity: bytes, layout: RecordedLayout) -> int:
         """Fill the invalidated record at `offset`, whose payload is in place; returns its new generation."""
         arena, generation = self._arena, next(self._generations)
         code, _ = _DTYPES[layout.dtype]
         _AFTER_GENERATION.pack_into(arena.buffer, offset + 8, identity, layout.nbytes, layout.rows, layout.dim, code)
-        if not _STORES_STAY_IN_ORDER:
-            self._fence()
+        fence()
         # One aligned 64-bit store: struct would write it byte by byte, and a reader could see half of two generations.
         arena.words[offset // 8] = generation
         return generation
@@ -170,11 +182,3 @@ class GenerationTable:
     def read(self, offset: int) -> Record:
         """The record at `offset` as it is now."""
         return unpack(self._arena.buffer[offset : offset + RECORD_BYTES])
-
-    def _fence(self) -> None:
-        # A store may slide into a lock's section, but never across one that is left before another is entered. Not
-        # needed on x86, which keeps stores in program order: CPython cannot reorder across its own calls.
-        with self._fence_lock:
-            pass
-        with self._fence_lock:
-            pass

@@ -27,7 +27,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from ec_p2p.engine.extents import Extent
-from ec_p2p.engine.generation import RECORD_BYTES
+from ec_p2p.engine.generation import RECORD_BYTES, fence
 from ec_p2p.engine.tally import Tally
 from ec_p2p.node.rates import Delivery, Rates
 from ec_p2p.transport.interface import Reading, Span, State, Transport, TransportError
@@ -241,6 +241,7 @@ class Transfers(Generic[Owner]):
             assert delivery is not None
             delivery.done(transfer.nbytes)
             transfer.of_records = True
+            fence()  # where the READ itself is done by this processor's loads
             self._post(transfer, now)
             return
         if delivery is not None:

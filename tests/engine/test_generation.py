@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ec_p2p.engine import generation
 from ec_p2p.engine.arena import PAGE, Arena, Slab
 from ec_p2p.engine.entry import layout_of
 from ec_p2p.engine.generation import (
@@ -192,3 +193,34 @@ def test_a_reader_never_trusts_bytes_that_changed_under_it(arena: Arena) -> None
             time.sleep(generation % 4 * 1e-4)  # some generations live long enough to be read whole
         _, complaint = reader.communicate()
     assert reader.returncode == 0, complaint
+
+
+def test_the_fence_stands_between_the_stores_that_must_keep_their_order(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, layout = GenerationTable(arena), layout_of(3, 5, "bfloat16")
+    offset = record_at(Slab(0, arena.nbytes), 0)
+    seen: list[Record] = []
+    monkeypatch.setattr(generation, "fence", lambda: seen.append(table.read(offset)))
+    number = table.publish(offset, IDENTITY, layout)
+    assert seen == [Record(0, IDENTITY, 30, 3, 5, "bfloat16")], "all but the generation is there"
+    assert table.read(offset).generation == number
+    table.invalidate(offset)
+    assert seen[1:] == [Record(0, IDENTITY, 30, 3, 5, "bfloat16")], "the generation is gone"
+
+
+def test_a_machine_that_keeps_no_order_is_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            taken.append("acquire")
+
+        def __exit__(self, *_: object) -> None:
+            taken.append("release")
+
+    monkeypatch.setattr(generation, "_FENCE", Lock())
+    for keeps_order, expected in ((True, []), (False, ["acquire", "release"] * 2)):
+        monkeypatch.setattr(generation, "_KEEPS_ORDER", keeps_order)
+        generation.fence()
+        assert taken == expected

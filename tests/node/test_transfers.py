@@ -10,6 +10,7 @@ import pytest
 
 from ec_p2p.engine.generation import RECORD_BYTES
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node import transfers
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.transfers import BATCH_BYTES, BATCH_LEGS, WINDOW_BYTES, Leg, Transfers, stretches, take_batch
 from ec_p2p.transport.interface import Span, State
@@ -68,6 +69,15 @@ def bench():
 
 def reads(bench):
     return [[span.nbytes for span in spans] for _, spans in bench.rig.wire.reads]
+
+
+def test_loads_of_records_do_not_overtake_those_of_payloads(bench, monkeypatch):
+    seen = []
+    monkeypatch.setattr(transfers, "fence", lambda: seen.append(reads(bench)))
+    bench.add("a", nbytes=8192)
+    bench.transfers.turn(0.0)
+    assert seen == [[[8192]]]
+    assert reads(bench) == [[8192], [RECORD_BYTES]]
 
 
 def test_entries_of_one_holder_go_in_one_read_and_their_records_in_another(bench):
