@@ -193,6 +193,7 @@ class Fetches:
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
         self._complained_of.discard(incarnation)
+        self._transfers.forget(incarnation)
         waits = (Stage.WAITING_MEMORY, Stage.CONNECTING, Stage.STAGING)
         for fetch in list(self._fetches.values()):
             fetch.holders = [holder for holder in fetch.holders if holder[0].incarnation != incarnation]

@@ -134,6 +134,8 @@ class Transfers(Generic[Owner]):
         self._added: dict[bytes, deque[Leg[Owner]]] = {}
         self._in_flight: list[_Transfer[Owner]] = []
         self._quarantine: list[_Detained] = []
+        self._late: set[bytes] = set()
+        """Holders of which the log says that a READ was late, until they deliver."""
 
     def __len__(self) -> int:
         """READs in flight: while there are any, `turn` wants to be called again soon."""
@@ -166,6 +168,10 @@ class Transfers(Generic[Owner]):
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
         return sum(leg.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
+
+    def forget(self, peer: bytes) -> None:
+        """It is gone. What is in flight from there ends by itself."""
+        self._late.discard(peer)
 
     def add(self, peer: bytes, leg: Leg[Owner]) -> None:
         """Have an entry read from the holder with this incarnation, from the next `turn` on. It must not be `stuck`."""
@@ -240,6 +246,9 @@ class Transfers(Generic[Owner]):
         if transfer.end is _End.ARRIVED and not transfer.of_records:
             assert delivery is not None
             delivery.done(transfer.nbytes)
+            if transfer.peer in self._late:
+                self._late.discard(transfer.peer)
+                logger.info("node incarnation %s delivers again", transfer.peer.hex()[:8])
             transfer.of_records = True
             fence()  # where the READ itself is done by this processor's loads
             self._post(transfer, now)
@@ -262,11 +271,23 @@ class Transfers(Generic[Owner]):
         if state is State.POSTED:
             if now < transfer.deadline:
                 return None
+            self._complain(transfer)
             self._detain(_Detained(transfer.peer, transfer.reading, [leg.extent for leg in transfer.legs]))
             self._give_up_behind(transfer.peer, now)
             return _End.LATE
         transfer.reading.release()
         return _End.ARRIVED if state is State.DONE else _End.FAILED
+
+    def _complain(self, transfer: _Transfer[Owner]) -> None:
+        if transfer.peer not in self._late:
+            self._late.add(transfer.peer)
+            logger.warning(
+                "a READ of %d bytes from node incarnation %s has not ended in %.1f s: other holders are tried, and its "
+                "landing memory is not used before it has ended (said once, until that node delivers)",
+                transfer.nbytes,
+                transfer.peer.hex()[:8],
+                self._read_timeout_s,
+            )
 
     def _detain(self, held: _Detained) -> None:
         if not self._settled(held):

@@ -71,6 +71,21 @@ def reads(bench):
     return [[span.nbytes for span in spans] for _, spans in bench.rig.wire.reads]
 
 
+def test_of_a_holder_that_is_late_the_log_says_so_until_it_delivers(bench, caplog):
+    caplog.set_level("INFO")
+    now = 0.0
+    for state in (State.POSTED, State.POSTED, State.DONE, State.POSTED):
+        bench.rig.wire.state = state
+        bench.add("a")
+        bench.transfers.turn(now)
+        now += 2.1
+        bench.transfers.turn(now)
+    late, again, late_again = [record.getMessage() for record in caplog.records]
+    assert late == late_again
+    assert late.startswith("a READ of 4096 bytes from node incarnation 00000000 has not ended in 2.0 s")
+    assert again == "node incarnation 00000000 delivers again"
+
+
 def test_loads_of_records_do_not_overtake_those_of_payloads(bench, monkeypatch):
     seen = []
     monkeypatch.setattr(transfers, "fence", lambda: seen.append(reads(bench)))
