@@ -74,7 +74,7 @@ def fetch_figures(counters: Mapping[str, float]) -> dict[str, float]:
     for name, value in counters.items():
         family, _, labels = name.partition("{")
         if family == "fetches":
-            figures["landed" if labels.startswith("outcome=landed,") else "failed"] += value
+            figures["landed" if labels.startswith("outcome=landed") else "failed"] += value
         elif family == "fetched_bytes":
             figures["bytes"] += value
     return figures

@@ -8,7 +8,7 @@ from ec_p2p.engine.tally import Series
 
 
 def flat(values: Mapping[Series, float]) -> dict[str, float]:
-    """'fetches{outcome=landed,peer=host1}' -> value."""
+    """'arena_bytes{kind=used}' -> value."""
     return {
         name + ("{" + ",".join(f"{key}={text}" for key, text in labels) + "}" if labels else ""): value
         for (name, labels), value in values.items()

@@ -18,7 +18,8 @@ from ec_p2p.control.codec import decode, encode
 from ec_p2p.node.messages import Attach, Attached, AttachRefused, FromNode, Several
 
 _SEND_BUFFER = 1 << 20
-_MAX_FRAME = 1 << 20
+MAX_FRAME = 1 << 20
+"""Bytes of the longest message that a client takes."""
 _MAX_UNSENT = 10_000
 
 
@@ -71,7 +72,7 @@ class Link:
         """The next messages; none where there are none, or there will be none. Raises BadFrame for what is no
         message."""
         try:
-            frame = self.sock.recv(_MAX_FRAME)
+            frame = self.sock.recv(MAX_FRAME)
         except OSError:
             return ()
         if not frame:

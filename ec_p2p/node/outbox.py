@@ -2,16 +2,20 @@
 
 Owns the messages that have not left yet. A datagram wakes its reader, and costs more than a message does to make: a
 want of sixteen items that land together is answered with one. It must never wait for the client, nor keep more for it
-than UNSENT messages.
+than UNSENT messages. An inspection that is too long for a datagram loses what is too much, and says so; what else is
+too long is lost, and the log says so.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections import deque
 
 from ec_p2p.control.codec import encode
+from ec_p2p.node.inspection import shortened
+from ec_p2p.node.link import MAX_FRAME
 from ec_p2p.node.messages import FromNode, Inspection, PeerCard, Several
 
 logger = logging.getLogger(__name__)
@@ -26,7 +30,7 @@ _LONG = (Inspection, PeerCard)
 class Outbox:
     """Of the client `who`, for the log, at the other end of `sock`. Used by the node's loop only."""
 
-    __slots__ = ("_frame", "_messages", "_sock", "_who")
+    __slots__ = ("_complained", "_frame", "_messages", "_said", "_sock", "_who")
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self._sock = sock
@@ -34,6 +38,9 @@ class Outbox:
         self._messages: deque[FromNode] = deque()
         self._frame: bytes | None = None
         """One that the socket had no room for."""
+        self._said: FromNode | Several | None = None
+        """What is in it."""
+        self._complained = False
 
     def __bool__(self) -> bool:
         """Whether `flush` has something to do."""
@@ -50,14 +57,38 @@ class Outbox:
         """Say it, as far as the socket takes it; the rest stays."""
         while self:
             if self._frame is None:
-                self._frame = encode(self._next())
+                self._said = self._next()
+                frame = encode(self._said)
+                if len(frame) > MAX_FRAME:
+                    self._too_long(len(frame))
+                    continue
+                self._frame = frame
             try:
                 self._sock.send(self._frame)
             except BlockingIOError:
                 return
-            except OSError as error:  # gone, which the loop hears by itself, or a message too long for the socket
-                logger.debug("a message to %s is not sent: %s", self._who, error)
-            self._frame = None
+            except OSError as error:
+                if error.errno == errno.EMSGSIZE:
+                    self._too_long(len(self._frame))
+                else:  # gone, which the loop hears by itself
+                    logger.debug("a message to %s is not sent: %s", self._who, error)
+            self._frame = self._said = None
+
+    def _too_long(self, nbytes: int) -> None:
+        """What was to be said cannot be: say less, where that can be done. Logged once."""
+        said = self._said
+        if not self._complained:
+            self._complained = True
+            logger.warning(
+                "%s of %d bytes is too long for one datagram to %s (at most %d, and see net.core.wmem_max)",
+                type(said).__name__,
+                nbytes,
+                self._who,
+                MAX_FRAME,
+            )
+        shorter = shortened(said) if isinstance(said, Inspection) else None
+        if shorter is not None:
+            self._messages.appendleft(shorter)
 
     def _next(self) -> FromNode | Several:
         first = self._messages.popleft()

@@ -21,6 +21,7 @@ from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
 from ec_p2p.node.fetch import Fetches
 from ec_p2p.node.fetch_policy import EncodeTimes
+from ec_p2p.node.inspection import summed_over
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attached, Inspection
 from ec_p2p.node.peers import Peers
@@ -78,7 +79,9 @@ class Status:
             "directory": ",".join(map(without_password, self.config.directories)),
             "pid": str(os.getpid()),
         }
-        return Inspection(token, node, flat(self.counts()), flat(self.gauges()), self.peers.names())
+        # Not by peer: it is one datagram.
+        counts = summed_over("peer", self.counts())
+        return Inspection(token, node, flat(counts), flat(self.gauges()), self.peers.names())
 
     def sources(self) -> list[Source]:
         """For /metrics: this node's, and those of the directory that it hosts, if it does."""

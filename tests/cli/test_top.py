@@ -277,11 +277,11 @@ def inspection(incarnation: str, **counters: float) -> Inspection:
 
 
 def test_rates_are_differences_over_time() -> None:
-    landed = {"fetches{outcome=landed,peer=p}": 10.0, "fetched_bytes{peer=p}": 1000.0}
+    landed = {"fetches{outcome=landed}": 10.0, "fetched_bytes": 1000.0}
     more = {
-        "fetches{outcome=landed,peer=p}": 14.0,
-        "fetches{outcome=late,peer=p}": 2.0,
-        "fetched_bytes{peer=p}": 3000.0,
+        "fetches{outcome=landed}": 14.0,
+        "fetches{outcome=late}": 2.0,
+        "fetched_bytes": 3000.0,
     }
     before = look(row(1), at=10.0, adverts=5, withdrawals=1, local=inspection("a", **landed))
     later = look(row(1), row(2), at=12.0, adverts=25, withdrawals=5, local=inspection("a", **more))

@@ -44,6 +44,11 @@ def test_what_reads_from_each_peer_take_is_shown_as_long_as_there_is_the_peer(fl
     of_the_first = {f"ec_p2p_node_peer_{what}{{peer={one}}}" for what in ("latency_seconds", "bytes_per_second")}
     assert shown() == of_the_first | {f"ec_p2p_node_peer_bytes_per_second{{peer={second.config.name}}}"}
     assert not [name for name in reader.inspect().gauges if name.startswith("peer_")], "an inspection is one datagram"
+    counts = reader.inspect().counters
+    assert not [name for name in counts if "peer=" in name], "an inspection is one datagram"
+    landed = [value for name, value in figures(port).items() if name.startswith("ec_p2p_node_fetches_total{outcome=la")]
+    assert len(landed) == 2
+    assert sum(landed) == counts["fetches{outcome=landed}"] == 3
     second.kill()
     until(lambda: shown() == of_the_first, "the figures of the node that died to go")
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ec_p2p.node.link import Link
-from ec_p2p.node.messages import Attached, Inspection, Missing, Synced
+from ec_p2p.node.messages import Attached, Inspection, Missing, PeerCard, Synced
 from ec_p2p.node.outbox import TOGETHER, UNSENT, Outbox
 
 
@@ -82,3 +82,49 @@ def test_a_client_that_is_gone_is_nothing_to_wait_for(ends):
     outbox.add(Synced(1))
     outbox.flush()
     assert not outbox
+
+
+def long_inspection(names, counts):
+    peers = [f"gpu-node-{number:05}.cluster.local" for number in range(names)]
+    counters = {f"count_{number:032}": 1.0 for number in range(counts)}
+    return Inspection(7, {"name": "n"}, counters, {"entries": 1.0}, peers)
+
+
+@pytest.mark.parametrize(
+    ("names", "counts", "left_out"),
+    [(100_000, 10, "peers"), (100_000, 100_000, "peers, counters, gauges"), (0, 100_000, "counters, gauges")],
+)
+def test_an_inspection_that_is_too_long_says_what_it_leaves_out(ends, caplog, names, counts, left_out):
+    outbox, link = ends
+    for _ in range(2):
+        outbox.add(long_inspection(names, counts))
+        outbox.add(Synced(1))
+        outbox.flush()
+        [answer] = link.receive()
+        assert answer.token == 7
+        assert answer.node == {"name": "n", "left_out": left_out}
+        assert answer.peers == []
+        assert len(answer.counters) == (10 if left_out == "peers" else 0)
+        assert list(link.receive()) == [Synced(1)]
+    [complaint] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "Inspection of" in complaint.getMessage()
+    assert "too long for one datagram to worker/1" in complaint.getMessage()
+
+
+def test_an_inspection_that_the_client_would_cut_off_is_shortened_too(ends):
+    outbox, link = ends
+    outbox._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    outbox.add(long_inspection(50_000, 10))
+    outbox.flush()
+    [answer] = link.receive()
+    assert answer.node["left_out"] == "peers"
+
+
+def test_what_is_too_long_and_cannot_be_shortened_is_lost_with_a_warning(ends, caplog):
+    outbox, link = ends
+    outbox.add(PeerCard(bytes(16), bytes(8 << 20)))
+    outbox.add(Synced(1))
+    outbox.flush()
+    assert not outbox
+    assert list(link.receive()) == [Synced(1)]
+    assert "PeerCard of" in caplog.text

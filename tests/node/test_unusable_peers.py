@@ -156,7 +156,7 @@ def test_what_only_such_a_node_holds_is_not_waited_for(zmq_fleet):
 
         until(failed, "the node to hear of its entry")
         fetches = {name for name in client.inspect().counters if name.startswith("fetches{")}
-        assert fetches == {"fetches{outcome=unusable,peer=ghost}"}
+        assert fetches == {"fetches{outcome=unusable}"}
     finally:
         stop.set()
         thread.join()
