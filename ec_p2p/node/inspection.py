@@ -13,12 +13,13 @@ from ec_p2p.engine.tally import Series
 from ec_p2p.node.messages import Inspection
 
 
-def summed_over(label: str, counts: Mapping[Series, float]) -> dict[Series, float]:
+def summed_over(label: str, *parts: Mapping[Series, float]) -> dict[Series, float]:
     """The counts, in which it does not matter what the label says."""
     sums: dict[Series, float] = {}
-    for (name, labels), count in counts.items():
-        rest = name, tuple(each for each in labels if each[0] != label)
-        sums[rest] = sums.get(rest, 0.0) + count
+    for counts in parts:
+        for (name, labels), count in counts.items():
+            rest = name, tuple(each for each in labels if each[0] != label)
+            sums[rest] = sums.get(rest, 0.0) + count
     return sums
 
 

@@ -101,6 +101,7 @@ class Node:
             Part("wants", tick=wired.wants.tick, deadlines=wired.wants.deadlines, turn=wired.wants.turn),
             Part("saving", tick=wired.saving.tick),
             Part("life", tick=self._leave_if_lonely),
+            Part("peer counts", tick=wired.peer_counts.tick),
             Part("pulse", tick=lambda now: wired.pulse.beat()),
             Part(
                 "directory",

@@ -80,7 +80,7 @@ class Status:
             "pid": str(os.getpid()),
         }
         # Not by peer: it is one datagram.
-        counts = summed_over("peer", self.counts())
+        counts = summed_over("peer", self.counts(), self.counters.forgotten())
         return Inspection(token, node, flat(counts), flat(self.gauges()), self.peers.names())
 
     def sources(self) -> list[Source]:

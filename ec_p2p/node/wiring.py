@@ -34,6 +34,7 @@ from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
 from ec_p2p.node.leases import Leases
 from ec_p2p.node.mailbox import Mailbox
 from ec_p2p.node.memory import Memory
+from ec_p2p.node.peer_counts import PeerCounts
 from ec_p2p.node.peers import Peer, Peers
 from ec_p2p.node.rates import Rates
 from ec_p2p.node.registration import Registration
@@ -131,6 +132,7 @@ class Wiring:
         address = f"tcp://{advertise}:{self.peers.port}"
         key = security.public if security else b""
         self.info = NodeInfo(incarnation, config.name, address, started_at=int(time.time()), key=key)
+        self.peer_counts = PeerCounts(counters, self.peers.names)
         self.leases = Leases()
         self.staging = Staging(
             self.storage,

@@ -71,6 +71,20 @@ def here(zmq_fleet: Fleet) -> Iterator[Node]:
     thread.join()
 
 
+def test_counts_of_a_peer_that_is_gone_for_long_go_from_the_metrics_and_stay_in_the_sums(
+    zmq_fleet: Fleet, here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = zmq_fleet.client(here.config)
+    port = int(client.inspect().node["metrics_port"])
+    here.wiring.counters.add("fetched_bytes", 7.0, peer="gone")
+    assert figures(port)["ec_p2p_node_fetched_bytes_total{peer=gone}"] == 7
+    monkeypatch.setattr("ec_p2p.node.peer_counts.KEPT_S", 0.0)
+    monkeypatch.setattr("ec_p2p.node.peer_counts._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(here.wiring.peer_counts, "_due", 0.0)
+    until(lambda: "ec_p2p_node_fetched_bytes_total{peer=gone}" not in figures(port), "it to be forgotten")
+    assert client.inspect().counters["fetched_bytes"] == 7
+
+
 def test_a_node_whose_loop_hangs_is_not_healthy(zmq_fleet: Fleet, here: Node) -> None:
     port = int(zmq_fleet.client(here.config).inspect().node["metrics_port"])
     assert get(port, "/healthz")[0] == 200
