@@ -51,16 +51,17 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(config: Config) -> Iterator[Finding]:
     """Every check, with these settings, one after the other."""
-    from ec_p2p.cli.doctor import directories, host_node, loopback, machine, network, ports, software
+    from ec_p2p.cli.doctor import directories, host_node, loopback, machine, network, ports, software, ucx
 
     rdma = network.rdma()
     host = host_node.look(config)
     bound = ports.bind(config, host)
     yield software.versions()
     yield software.vllm()
-    yield software.nixl(config)
-    yield software.ucx_settings(config)
-    yield network.rdma_devices(rdma)
+    attempt = loopback.attempt(config)
+    of_nixl, of_ucx = software.nixl(config), ucx.settings(config, attempt)
+    yield from (of_nixl, of_ucx)
+    yield network.rdma_devices(config, rdma)
     yield software.gpus()
     yield machine.memory(config)
     yield machine.memfd()
@@ -75,7 +76,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield ports.metrics_port(config, host, bound)
     yield from directories.directories(config, bound)
     yield host_node.node(config, host)
-    yield loopback.read(config)
+    yield loopback.read(config, attempt, [of_nixl, of_ucx])
 
 
 def as_text(finding: Finding) -> str:

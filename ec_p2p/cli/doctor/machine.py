@@ -15,7 +15,8 @@ from ec_p2p.cli.words import size
 from ec_p2p.config import Config
 from ec_p2p.engine.disk import LAYOUT
 
-_SHM_LEAST = 512 << 20
+_SHM_OF_VLLM = 512 << 20
+"""UCX takes about 4 MB for each node where there is room, and does without where there is none."""
 _FILES_LEAST = 4096
 _COUNTING_S = 3.0
 _TIME_ERROR = 5
@@ -56,33 +57,38 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
         return problem("/dev/shm", f"cannot be used ({error.strerror})", "mount a tmpfs there")
     free = space.f_bavail * space.f_frsize
     says = f"{size(space.f_blocks * space.f_frsize)}, {size(free)} of it free"
-    if free < _SHM_LEAST:
-        mend = f"start the container with --shm-size=2g or --ipc=host: vLLM and UCX want {size(_SHM_LEAST)}"
-        return problem("/dev/shm", says, mend)
+    if free < _SHM_OF_VLLM:
+        mend = "it does for the node, which goes without where it must; vLLM with several GPUs may want more: "
+        return note("/dev/shm", says, f"{mend}--shm-size=2g or --ipc=host (containers)")
     return ok("/dev/shm", says)
 
 
 def locked_memory(config: Config, *, rdma: bool) -> Finding:
     """RDMA pins what is registered, which is the whole arena in the end."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
     says = f"at most {size(soft)} may be locked"
     if not rdma:
-        return ok("memlock", f"{says}; without an RDMA device nothing is")
+        return ok("memlock", f"{says}; the node locks nothing without an RDMA device; CUDA pins the arena for workers")
     if soft < config.max_local_cpu_size:
-        mend = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), or --ulimit memlock=-1 (containers)"
+        mend = "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (containers), or ulimit -l unlimited"
+        if hard != resource.RLIM_INFINITY:
+            mend += f", which cannot go beyond the hard limit, {size(hard)}"
         return problem("memlock", f"{says}, and an RDMA device will have to lock the arena", mend)
     return ok("memlock", says)
 
 
 def open_files() -> Finding:
+    """The hard limit counts: a node raises its soft one to that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = f"at most {soft} open files (hard limit {hard})"
-    if soft < _FILES_LEAST:
-        return note(
-            "open files", says, f"ulimit -n {_FILES_LEAST}: a node holds a few descriptors for each peer and client"
-        )
+    if hard == resource.RLIM_INFINITY:
+        return ok("open files", "unlimited")
+    says = f"at most {hard}: the hard limit, to which a node raises the soft one ({soft})"
+    if hard < _FILES_LEAST:
+        mend = f"raise the hard limit to {_FILES_LEAST}: LimitNOFILE={_FILES_LEAST} (systemd), --ulimit "
+        mend += f"nofile={_FILES_LEAST} (containers), limits.conf; a node holds a few for each peer and client"
+        return note("open files", says, mend)
     return ok("open files", says)
 
 

