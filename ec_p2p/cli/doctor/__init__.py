@@ -63,7 +63,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from (of_nixl, of_ucx)
     yield network.rdma_devices(config, rdma)
     yield software.gpus()
-    yield machine.memory(config)
+    yield machine.memory(config, host.arena_held)
     yield machine.memfd()
     yield machine.shared_memory()
     yield machine.locked_memory(config, rdma=bool(rdma))

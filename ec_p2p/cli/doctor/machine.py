@@ -10,6 +10,7 @@ import resource
 import time
 from pathlib import Path
 
+from ec_p2p.cli.doctor.cgroups import memory_left
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config
@@ -23,19 +24,21 @@ _TIME_ERROR = 5
 """What adjtimex returns while nothing keeps the clock right."""
 
 
-def memory(config: Config, root: Path = Path("/")) -> Finding:
-    """Whether the arena fits what this process may use."""
+def memory(config: Config, held: int, root: Path = Path("/")) -> Finding:
+    """Whether what the arena may yet take fits what this process may use. `held`: bytes that the arena of the node
+    which runs here has taken already."""
     arena = config.max_local_cpu_size
     free = _available(root)
-    limit = _cgroup_left(root)
+    limit = memory_left(root)
     left, who = (
-        (limit, "this container's memory limit leaves")
+        (limit, "this container's or unit's memory limit leaves")
         if limit is not None and limit < free
         else (free, "the machine has")
     )
-    says = f"the arena may grow to {size(arena)}; {who} {size(left)} free"
-    if arena > left:
-        return problem("memory", says, "lower max_local_cpu_size, or give the host or container more memory")
+    taken = f", of which it has {size(held)} already" if held else ""
+    says = f"the arena may grow to {size(arena)}{taken}; {who} {size(left)} free"
+    if arena - held > left:
+        return problem("memory", says, "lower max_local_cpu_size, or give the host, container or unit more memory")
     return ok("memory", says)
 
 
@@ -154,18 +157,3 @@ def _available(root: Path) -> int:
         if name == "MemAvailable":
             return int(rest.split()[0]) << 10
     return 0
-
-
-def _cgroup_left(root: Path) -> int | None:
-    """Bytes that this container may still take; None without a limit."""
-    for limit_file, used_file in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (root / limit_file).read_text().strip(), (root / used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max" and int(limit) < 1 << 60:
-            return max(0, int(limit) - int(used))
-    return None

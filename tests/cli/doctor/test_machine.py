@@ -15,37 +15,6 @@ from ec_p2p.cli.doctor import machine
 from ec_p2p.cli.doctor.finding import Level
 from ec_p2p.config import make_config
 
-GIB = 1 << 30
-
-
-def made_up(root: Path, available: int, limit: str = "max", used: int = 0) -> Path:
-    (root / "proc").mkdir()
-    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available >> 10} kB\n")
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
-    (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
-    return root
-
-
-def test_an_arena_that_fits(tmp_path: Path) -> None:
-    finding = machine.memory(make_config({"max_local_cpu_size": 2}), made_up(tmp_path, 8 * GIB))
-    assert finding.level is Level.OK
-    assert "2.0 GiB" in finding.says
-    assert "8.0 GiB" in finding.says
-
-
-def test_an_arena_larger_than_the_machine(tmp_path: Path) -> None:
-    finding = machine.memory(make_config({"max_local_cpu_size": 16}), made_up(tmp_path, 8 * GIB))
-    assert finding.level is Level.PROBLEM
-    assert "max_local_cpu_size" in finding.mend
-
-
-def test_an_arena_larger_than_the_container(tmp_path: Path) -> None:
-    root = made_up(tmp_path, 64 * GIB, limit=str(4 * GIB), used=3 * GIB)
-    finding = machine.memory(make_config({"max_local_cpu_size": 2}), root)
-    assert finding.level is Level.PROBLEM
-    assert "container's memory limit leaves 1.0 GiB" in finding.says
-
 
 def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
     assert machine.shared_memory(tmp_path / "none").level is Level.PROBLEM
