@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from ec_p2p.cli.bench_ending import ended_by_signals
 from ec_p2p.cli.bench_memory import check_memory
 from ec_p2p.config import ConfigError
 from ec_p2p.config_kinds import Size
@@ -61,6 +62,7 @@ def add_parser(subparsers: Any) -> None:
     policy.set_defaults(run=run_policy)
 
 
+@ended_by_signals()
 def run_engine(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_engine import LEAST_BYTES, memory_for, run
 
@@ -72,6 +74,7 @@ def run_engine(args: argparse.Namespace) -> int:
     return run(sizes, repeat, keys, args.folder, as_json=args.json)
 
 
+@ended_by_signals()
 def run_fetch(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_fetch import memory_for, run
 
@@ -85,6 +88,7 @@ def run_fetch(args: argparse.Namespace) -> int:
     return run(sizes, items, args.transport, repeat, device, args.landing, as_json=args.json)
 
 
+@ended_by_signals()
 def run_directory(args: argparse.Namespace) -> int:
     if args.instances is not None:
         from ec_p2p.cli.bench_instances import run as run_instances
@@ -97,6 +101,7 @@ def run_directory(args: argparse.Namespace) -> int:
     return run(QUICK if args.quick else FULL, as_json=args.json)
 
 
+@ended_by_signals()
 def run_policy(args: argparse.Namespace) -> int:
     from ec_p2p.cli.bench_policy import run
 

@@ -22,6 +22,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ec_p2p.cli.bench_ending import command_that_ends_with_this, end_with_starter
 from ec_p2p.config import Config, make_config
 from ec_p2p.engine.extents import whole_pages
 from ec_p2p.node.client import NodeClient
@@ -146,13 +147,13 @@ def measure(
     tag = f"bench-{os.getpid()}"
     holder = make_config({**common, "node_name": f"{tag}-holder"})
     reader = make_config({**common, "node_name": f"{tag}-reader"})
-    process = subprocess.Popen(node_command(holder))
+    process = subprocess.Popen(command_that_ends_with_this(node_command(holder)))
     try:
         wholes = {load: Load(load.nbytes, 1) for load in loads}
         _fill(holder, sorted({*loads, *wholes.values()}))
         return _measure_with_reader(reader, wholes, repeat, device)
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
 
 
@@ -165,7 +166,7 @@ def _measure_with_reader(
     node = Node(config)
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    client = spawn.Process(target=_client_main, args=(config, there, device))
+    client = spawn.Process(target=_client_main, args=(config, there, device), daemon=True)
     client.start()
     there.close()
     try:
@@ -187,13 +188,12 @@ def _measure_with_reader(
                         results[load][kind].append(seconds)
             node.wiring.backend.release(landing)
         here.send(None)
+        client.join(_PATIENCE_S)
         return results
     finally:
         here.close()
-        client.join(_PATIENCE_S)
-        if client.is_alive():
-            client.kill()
-            client.join()
+        client.kill()
+        client.join()
         node.close()
 
 
@@ -246,6 +246,7 @@ def _turn_until(node: Any, condition: Any) -> None:
 
 def _client_main(config: Config, pipe: multiprocessing.connection.Connection, device: str | None) -> None:
     """The client's process: one want per request, timed from the call to the answer, and to the device."""
+    end_with_starter()
     from ec_p2p.node.device import device_for
     from ec_p2p.node.lander import Lander
 

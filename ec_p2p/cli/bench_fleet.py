@@ -16,7 +16,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from ec_p2p.cli.bench_ending import end_with_starter
 from ec_p2p.cli.bench_memory import free_memory
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
@@ -50,7 +50,7 @@ class Remote:
     def __init__(self, main: Callable[..., None], *args: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=main, args=(there, *args), daemon=True)
+        self.process = spawn.Process(target=_serve, args=(main, there, *args), daemon=True)
         self.process.start()
         there.close()
 
@@ -75,16 +75,19 @@ class Remote:
         self.process.join()
 
     def close(self) -> None:
-        """The process ends with its pipe."""
+        """There is nothing that it would have to leave in order."""
         self._pipe.close()
-        self.process.join(10.0)
-        if self.process.is_alive():
-            self.kill()
+        self.kill()
+
+
+def _serve(main: Callable[..., None], *args: Any) -> None:
+    end_with_starter()
+    logging.disable()  # what is logged when a directory is killed on purpose is of no use
+    main(*args)
 
 
 def serve_directory(pipe: Pipe, bind: str = "tcp://127.0.0.1:0", pub_port: int = 0) -> None:
     """Says (endpoint, port of the publications), and then its stats whenever something is asked."""
-    be_quiet()
     with Directory(bind, pub_port) as directory:
         directory.start()
         pipe.send((directory.endpoint, directory.pub_port))
@@ -111,7 +114,6 @@ def serve_nodes(pipe: Pipe, endpoint: str, numbers: list[int]) -> None:
     ("probe", n, gap_s) n adverts, one every gap_s seconds; answered after the last
     ("connected",)      how many nodes the directory has welcomed and told everything
     """
-    be_quiet()
     context: Context = zmq.Context()
     context.max_sockets = len(numbers) + 16
     nodes = [_Node(context, endpoint, number) for number in numbers]
@@ -150,7 +152,6 @@ def serve_replica(pipe: Pipe, endpoint: str) -> None:
     ("state",)          (entries, number of the last publication applied or None, counters)
     ("latencies",)      milliseconds from each probe's advert until `on_change`, since the last time this was asked
     """
-    be_quiet()
     latencies: list[float] = []
 
     def on_change(identity: bytes) -> None:
@@ -176,7 +177,6 @@ def serve_replica(pipe: Pipe, endpoint: str) -> None:
 
 def serve_newcomer(pipe: Pipe, endpoint: str) -> None:
     """A replica that starts from nothing, once. Answers {seconds, entries, bytes_per_entry, lookup_us}."""
-    be_quiet()
     before = resident_bytes()
     context: Context = zmq.Context()
     replica = Replica(context, endpoint)
@@ -347,10 +347,3 @@ def _lookup_us(replica: Replica) -> float:
             replica.lookup(identity)
         means.append((time.perf_counter() - started) / _LOOKUPS * 1e6)
     return statistics.median(means)
-
-
-def be_quiet() -> None:
-    """Ctrl-C is for the process that owns the others: it ends them. What they log when a directory is killed on purpose
-    is of no use."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable()

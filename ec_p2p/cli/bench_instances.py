@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from ec_p2p.cli.bench_fleet import Pipe, Remote, be_quiet, poll_until, serve_directory, serve_nodes, serve_replica
+from ec_p2p.cli.bench_fleet import Pipe, Remote, poll_until, serve_directory, serve_nodes, serve_replica
 from ec_p2p.config import ConfigError
 from ec_p2p.control.messages import TOPIC
 from ec_p2p.control.sockets import Context, open_socket, receive_now
@@ -130,7 +130,6 @@ def measure(count: int, seconds: float) -> dict[str, Any]:
 
 def serve_listeners(pipe: Pipe, endpoint: str, count: int) -> None:
     """Subscribers that read and drop. ("heard",) is answered with (messages of all, subscribers that heard any)."""
-    be_quiet()
     context: Context = zmq.Context()
     context.max_sockets = count + 16
     heard: dict[Any, int] = {}
