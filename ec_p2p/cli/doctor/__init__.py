@@ -13,6 +13,7 @@ from ec_p2p.cli.doctor.finding import Finding, Level
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import Config
 from ec_p2p.config_sources import explain_ec_engine_config
+from ec_p2p.transport import chosen_kind
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,7 +67,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield machine.memory(config, host.arena_held)
     yield machine.memfd()
     yield machine.shared_memory()
-    yield machine.locked_memory(config, rdma=bool(rdma))
+    yield machine.locked_memory(config, rdma=bool(rdma) and chosen_kind(config.transport) == "nixl")
     yield machine.open_files()
     yield machine.disk(config)
     yield machine.clock()

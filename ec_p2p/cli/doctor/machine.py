@@ -67,13 +67,15 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def locked_memory(config: Config, *, rdma: bool) -> Finding:
-    """RDMA pins what is registered, which is the whole arena in the end."""
+    """`rdma`: NIXL is to go over it, which pins what is registered: the whole arena in the end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
     says = f"at most {size(soft)} may be locked"
     if not rdma:
-        return ok("memlock", f"{says}; the node locks nothing without an RDMA device; CUDA pins the arena for workers")
+        return ok(
+            "memlock", f"{says}; the node locks nothing unless NIXL has an RDMA device; CUDA pins the arena for workers"
+        )
     if soft < config.max_local_cpu_size:
         mend = "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (containers), or ulimit -l unlimited"
         if hard != resource.RLIM_INFINITY:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from ec_p2p.cli.doctor import examine, network
+from ec_p2p.cli.doctor.finding import Level
+from ec_p2p.config import make_config
 from ec_p2p.transport import nixl_available
 from tests.node.conftest import free_ports
 
@@ -42,6 +46,15 @@ def test_directories_are_named_as_for_other_commands() -> None:
     assert done.returncode == 1
     for endpoint in endpoints:
         assert f" problem  directory {endpoint}: " in done.stdout
+
+
+def test_an_rdma_device_that_is_not_used_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "rdma", lambda: [("mlx5_0/1", "4: ACTIVE")])
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (65536, 65536))
+    for transport, level in (("zmq", Level.OK), ("nixl", Level.PROBLEM)):
+        findings = examine(make_config({"transport": transport, "ec_port": free_ports()}))
+        (memlock,) = (finding for finding in findings if finding.thing == "memlock")
+        assert memlock.level is level
 
 
 def test_a_setting_that_cannot_be_used_is_an_error_of_one_line() -> None:
