@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from ec_p2p.cli import bench_columns
 from ec_p2p.cli.bench_ending import ended_by_signals
 from ec_p2p.cli.bench_memory import check_memory
 from ec_p2p.config import ConfigError
@@ -27,39 +28,70 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure this machine")
     benches = parser.add_subparsers(required=True, metavar="WHAT")
-    fetch = benches.add_parser("fetch", help="fetch between two nodes, against a raw READ and a memcpy")
-    fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"))
-    fetch.add_argument("--items", default="1", help="comma-separated: fetch each size as so many entries")
+    fetch = _add(benches, "fetch", "fetch between two nodes, against a raw READ and a memcpy", bench_columns.FETCH)
+    fetch.add_argument("--transport", default="nixl", choices=("nixl", "zmq"), help="(default: %(default)s)")
+    fetch.add_argument(
+        "--items",
+        default="1",
+        metavar="N,N,...",
+        help=f"fetch each size as so many entries, at most {_MOST_ITEMS} (default: %(default)s)",
+    )
     fetch.add_argument("--device", help="measure the way of each entry on to this device, too: cpu, cuda or cuda:N")
     fetch.add_argument(
         "--landing",
         default="host",
         choices=("host", "device"),
-        help="with --device: where entries land (see the setting)",
+        help="with --device: where entries land, see the setting (default: %(default)s)",
     )
     fetch.set_defaults(run=run_fetch)
-    engine = benches.add_parser("engine", help="put, get, borrow and disk, against a memcpy and plain file I/O")
-    engine.add_argument("--index-keys", default="1000000", help="measure an index of so many; 0: do not")
+    engine = _add(
+        benches, "engine", "put, get, borrow and disk, against a memcpy and plain file I/O", bench_columns.ENGINE
+    )
+    engine.add_argument(
+        "--index-keys",
+        default="1000000",
+        metavar="N",
+        help="measure an index of so many; 0: do not (default: %(default)s)",
+    )
     engine.add_argument("--folder", help="where files are written and read (default: the folder for temporary files)")
     engine.set_defaults(run=run_engine)
     for bench in (fetch, engine):
-        bench.add_argument("--sizes", default="64KiB,1MiB,4MiB,16MiB,64MiB", help="comma-separated payload sizes")
-        bench.add_argument("--repeat", default="60", help="measurements of each kind and size")
-        bench.add_argument("--json", action="store_true", help="print one JSON object (p50 figures)")
-    directory = benches.add_parser("directory", help="what the control plane takes in, and how soon it is seen")
-    directory.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+        bench.add_argument(
+            "--sizes",
+            default="64KiB,1MiB,4MiB,16MiB,64MiB",
+            metavar="SIZE,SIZE,...",
+            help="payload sizes (default: %(default)s)",
+        )
+        bench.add_argument(
+            "--repeat", default="60", metavar="N", help="measurements of each kind and size (default: %(default)s)"
+        )
+    directory = _add(
+        benches, "directory", "what the control plane takes in, and how soon it is seen", bench_columns.DIRECTORY
+    )
+    directory.add_argument("--quick", action="store_true", help="small sizes, short times: to see that it runs")
     directory.add_argument(
         "--instances",
         metavar="N,N,...",
         help="instead: what the directory costs with so many instances, such as 1,10,100,1000",
     )
-    directory.add_argument("--json", action="store_true", help="print one JSON object")
     directory.set_defaults(run=run_directory)
-    policy = benches.add_parser("policy", help="hit ratios of the eviction policies, on a made-up trace")
-    policy.add_argument("--requests", default="30000", help="length of the trace")
-    policy.add_argument("--items", default="5000", help="size of the catalogue")
-    policy.add_argument("--json", action="store_true", help="print one JSON object")
+    policy = _add(benches, "policy", "hit ratios of the eviction policies, on a made-up trace", bench_columns.POLICY)
+    policy.add_argument("--requests", default="30000", metavar="N", help="length of a trace (default: %(default)s)")
+    policy.add_argument("--items", default="5000", metavar="N", help="size of the catalogue (default: %(default)s)")
     policy.set_defaults(run=run_policy)
+    for bench in (fetch, engine, directory, policy):
+        bench.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add(benches: Any, name: str, what: str, columns: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(
+        name,
+        help=what,
+        description=what,
+        epilog=columns,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 @ended_by_signals()
@@ -76,7 +108,7 @@ def run_engine(args: argparse.Namespace) -> int:
 
 @ended_by_signals()
 def run_fetch(args: argparse.Namespace) -> int:
-    from ec_p2p.cli.bench_fetch import memory_for, run
+    from ec_p2p.cli.bench_fetch import Way, memory_for, run
 
     sizes = _sizes(args.sizes)
     items = _numbers("--items", args.items, _MOST_ITEMS)
@@ -85,7 +117,7 @@ def run_fetch(args: argparse.Namespace) -> int:
     device = None if args.device is None else _device(args.device)
     if args.landing == "device" and (device is None or args.transport != "nixl"):
         raise ConfigError("--landing=device; accepted: with --device, and with --transport nixl")
-    return run(sizes, items, args.transport, repeat, device, args.landing, as_json=args.json)
+    return run(sizes, items, Way(args.transport, device, args.landing), repeat, as_json=args.json)
 
 
 @ended_by_signals()

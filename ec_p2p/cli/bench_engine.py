@@ -40,6 +40,7 @@ LEAST_BYTES = SLAB_BYTES_PER_RECORD
 """An arena full of smaller entries has no records for all of them."""
 
 _DIM = 1024
+_ROW_BYTES = 2 * _DIM
 _LEAST_ARENA = 64 << 20
 _WARM_UP = 5
 _BORROW_LIMIT_US = 20.0
@@ -85,7 +86,7 @@ Work = Callable[[], object]
 def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, as_json: bool) -> int:
     """Measure and print. Returns the exit status."""
     with _scratch_in(folder) as scratch:
-        rows = [row for size in sizes for row in _rows(size, measure(size, repeat, scratch))]
+        rows = [row for size in map(_whole_rows, sizes) for row in _rows(size, measure(size, repeat, scratch))]
     index = {policy: index_bytes_per_key(index_keys, policy) for policy in POLICIES} if index_keys else {}
     if as_json:
         limits = _LIMITS_IN_WORDS
@@ -99,6 +100,9 @@ def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, a
     for policy, nbytes in index.items():
         over = "" if nbytes <= _INDEX_LIMIT else "  over"
         print(f"index: {nbytes:.0f} bytes a key at {index_keys} keys under {policy}, identity included{over}")
+    for size in sizes:
+        if _whole_rows(size) != size:
+            print(f"note: an entry has whole rows of {_ROW_BYTES} bytes: {_whole_rows(size)} instead of {size}")
     print("limits: " + "; ".join(f"{op}: {words}" for op, words in _LIMITS_IN_WORDS.items()))
     return 0
 
@@ -106,6 +110,10 @@ def run(sizes: list[int], repeat: int, index_keys: int, folder: str | None, *, a
 def memory_for(size: int) -> int:
     """Bytes that `measure` takes at this size: two arenas, and a few tensors."""
     return (2 * _slots(size) + 4) * size
+
+
+def _whole_rows(size: int) -> int:
+    return size // _ROW_BYTES * _ROW_BYTES
 
 
 def _slots(size: int) -> int:
@@ -139,10 +147,10 @@ def _rows(size: int, samples: Samples) -> Iterator[dict[str, Any]]:
 
 
 def measure(size: int, repeat: int, folder: str) -> Samples:
-    """Seconds of every measurement at `size` bytes an entry, rounded down to whole rows: {operation: [...]}, and
+    """Seconds of every measurement at `size` bytes an entry, which are whole rows: {operation: [...]}, and
     {operation + " yardstick": [...]} beside it."""
-    source = torch.randn(max(1, size // (2 * _DIM)), _DIM).to(torch.bfloat16)
-    slots = _slots(source.nbytes)
+    source = torch.randn(size // _ROW_BYTES, _DIM).to(torch.bfloat16)
+    slots = _slots(size)
     # Room for `slots` entries, and so many have been put: each put evicts what was put `slots` puts before.
     slab = slots * source.nbytes + (slots * source.nbytes >> 6) + (1 << 18)
     samples: Samples = defaultdict(list)

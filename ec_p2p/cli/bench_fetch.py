@@ -54,28 +54,27 @@ class Load(NamedTuple):
         return [b"%16d%8d%8d" % (self.nbytes, self.items, index) for index in range(self.items)]
 
 
-def run(
-    sizes: list[int],
-    items: list[int],
-    transport: str,
-    repeat: int,
-    device: str | None = None,
-    landing: str = "host",
-    *,
-    as_json: bool,
-) -> int:
+class Way(NamedTuple):
+    """Over what entries come to a client, and where it has them: on a device where that is given."""
+
+    transport: str = "nixl"
+    device: str | None = None
+    landing: str = "host"
+
+
+def run(sizes: list[int], items: list[int], way: Way, repeat: int, *, as_json: bool) -> int:
     """Measure and print. Returns the exit status."""
-    measured = measure(sizes, items, transport, repeat, device, landing)
+    measured = measure(sizes, items, way, repeat)
     rows = [_row(load, samples) for load, samples in measured.items()]
-    kinds = [kind for kind in _KINDS if device or kind != "device"]
+    kinds = [kind for kind in _KINDS if way.device or kind != "device"]
     if as_json:
         keys = ("bytes", "items", *(f"{kind}_us" for kind in kinds), "fetch_over_raw")
-        result = {"transport": transport, "rows": [{key: row[key] for key in keys} for row in rows]}
-        print(json.dumps({**result, "device": device, "landing": landing} if device else result))
+        result = {"transport": way.transport, "rows": [{key: row[key] for key in keys} for row in rows]}
+        print(json.dumps({**result, "device": way.device, "landing": way.landing} if way.device else result))
         return 0
-    where = ", landing on the device" if landing == "device" else ""
-    print(f"fetch over {transport}{where}, microseconds p50 (p90), {repeat} rounds")
-    columns = " ".join(f"{_KINDS[kind].format(device=device):>18}" for kind in kinds)
+    where = ", landing on the device" if way.landing == "device" else ""
+    print(f"fetch over {way.transport}{where}, microseconds p50 (p90), {repeat} rounds")
+    columns = " ".join(f"{_KINDS[kind].format(device=way.device):>18}" for kind in kinds)
     print(f"{'bytes':>10} {'items':>5} {columns} {'fetch/raw':>9}")
     for row in rows:
         cells = [f"{row[f'{kind}_us']:9.1f} ({row[f'{kind}_p90_us']:.1f})" for kind in kinds]
@@ -84,6 +83,10 @@ def run(
             + " ".join(f"{cell:>18}" for cell in cells)
             + f" {row['fetch_over_raw']:9.3f}"
         )
+    for size, load in _loads(sizes, items):
+        if load.nbytes != size:
+            what = "an item has" if load.items == 1 else f"{load.items} items have"
+            print(f"note: {what} whole rows of {_ROW_BYTES} bytes: {load.nbytes} in all instead of {size}")
     return 0
 
 
@@ -110,36 +113,31 @@ def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
 
 def memory_for(sizes: list[int], items: list[int]) -> int:
     """Bytes that `measure` takes, at most."""
-    return _ARENA_OF_ENTRIES * sum(load.nbytes for load in _loads(sizes, items))
+    return _ARENA_OF_ENTRIES * sum(load.nbytes for _, load in _loads(sizes, items))
 
 
-def _loads(sizes: list[int], items: list[int]) -> list[Load]:
-    """Rounded so that each item has whole rows, and at least one."""
+def _loads(sizes: list[int], items: list[int]) -> list[tuple[int, Load]]:
+    """Each size with a load of about so many bytes: each item has whole rows, and at least one."""
     return [
-        Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number) for size in sizes for number in items
+        (size, Load(max(1, size // (number * _ROW_BYTES)) * number * _ROW_BYTES, number))
+        for size in sizes
+        for number in items
     ]
 
 
-def measure(
-    sizes: list[int],
-    items: list[int],
-    transport: str,
-    repeat: int,
-    device: str | None = None,
-    landing: str = "host",
-) -> dict[Load, dict[str, list[float]]]:
+def measure(sizes: list[int], items: list[int], way: Way, repeat: int) -> dict[Load, dict[str, list[float]]]:
     """Seconds of every measurement: {load: {kind: [...]}}. Of the kind 'device' there are none without one."""
-    loads = _loads(sizes, items)
+    loads = [load for _, load in _loads(sizes, items)]
     port = _free_ports()
     common = {
-        "transport": transport,
+        "transport": way.transport,
         "ec_port": port,
         "spawn_node": False,
         "metrics_port": -1,
         "share_fetched": False,
         "max_local_cpu_size": f"{max(256 << 20, memory_for(sizes, items))}B",
         "slab_size": max(64 << 20, 2 * max(sizes)),
-        "landing": landing,
+        "landing": way.landing,
         "landing_size": 2 * max(sizes) + (1 << 20),
         "read_timeout_s": 10.0,
         "log_level": "WARNING",
@@ -151,7 +149,7 @@ def measure(
     try:
         wholes = {load: Load(load.nbytes, 1) for load in loads}
         _fill(holder, sorted({*loads, *wholes.values()}))
-        return _measure_with_reader(reader, wholes, repeat, device)
+        return _measure_with_reader(reader, wholes, repeat, way.device)
     finally:
         process.kill()
         process.wait()

@@ -69,6 +69,15 @@ def test_the_smallest_size_is_measured(capsys):
     assert {row["bytes"] for row in json.loads(capsys.readouterr().out)["rows"]} == {16 << 10}
 
 
+def test_a_size_that_is_not_measured_as_it_is_named(capsys):
+    command = [*COMMAND[:2], "--sizes", "20000,16KiB", "--repeat", "1", "--index-keys", "0"]
+    assert main([*command, "--json"]) == 0
+    assert {row["bytes"] for row in json.loads(capsys.readouterr().out)["rows"]} == {18432, 16384}
+    assert main(command) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
+    assert notes == ["note: an entry has whole rows of 2048 bytes: 18432 instead of 20000"]
+
+
 @pytest.mark.parametrize("what", ["fetch", "engine"])
 def test_the_help_names_the_benches(capsys, what):
     with pytest.raises(SystemExit):

@@ -36,6 +36,19 @@ def test_the_way_to_a_device_is_measured_too(capfd):
         assert float(device_us) >= float(client_us) > 0
 
 
+def test_sizes_that_are_not_measured_as_they_are_named(capfd):
+    """And those that are have no note."""
+    sizes = ["--transport", "zmq", "--sizes", "3,64KiB", "--items", "1,3", "--repeat", "1"]
+    assert main(["bench", "fetch", *sizes]) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert [tuple(map(int, row.split()[:2])) for row in out[2:6]] == [(2048, 1), (6144, 3), (65536, 1), (61440, 3)]
+    assert out[6:] == [
+        "note: an item has whole rows of 2048 bytes: 2048 in all instead of 3",
+        "note: 3 items have whole rows of 2048 bytes: 6144 in all instead of 3",
+        "note: 3 items have whole rows of 2048 bytes: 61440 in all instead of 65536",
+    ]
+
+
 @pytest.mark.nixl
 @pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")
 def test_landing_on_the_device_is_measured_in_a_process_of_its_own():
@@ -64,7 +77,7 @@ def test_a_device_that_cannot_be_had_is_named(capfd, device):
 def test_programs_are_told_of_the_device(capsys, monkeypatch):
     samples = {"raw": [1e-6], "fetch": [2e-6], "client": [3e-6], "device": [5e-6], "memcpy": [1e-6]}
     monkeypatch.setattr(bench_fetch, "measure", lambda *_: {bench_fetch.Load(2048, 1): samples})
-    assert bench_fetch.run([2048], [1], "nixl", 1, "cuda:0", as_json=True) == 0
+    assert bench_fetch.run([2048], [1], bench_fetch.Way(device="cuda:0"), 1, as_json=True) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["device"] == "cuda:0"
     assert result["rows"][0]["device_us"] == 5.0

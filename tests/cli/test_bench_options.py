@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ec_p2p.cli import bench_memory, main
+from ec_p2p.cli import bench_instances, bench_memory, main
 
 SIZES = "accepted, separated by commas: a positive number of bytes, or text like '512MiB'"
 
@@ -75,3 +75,21 @@ def test_what_memory_cannot_hold_is_named(
     error = capsys.readouterr().err
     assert error.startswith(f"ec-p2p: {option}={value!r} takes {needed} of memory; ")
     assert "accepted: what fits the 1.4 GiB that are free" in error
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("fetch", ["(default: nixl)", "(default: 1)", "(default: host)", "(default: 64KiB,1MiB,4MiB,16MiB,64MiB)"]),
+        ("fetch", ["(default: 60)", "raw READ ", "node fetch ", "client want ", "want to ", "memcpy ", "fetch/raw "]),
+        ("engine", ["(default: 64KiB,1MiB,4MiB,16MiB,64MiB)", "(default: 60)", "(default: 1000000)"]),
+        ("engine", ["put, get ", "borrow ", "disk_write ", "disk_read ", "limit ", "ratio "]),
+        ("directory", ["snapshot s ", "lookup us ", "visible ms ", *bench_instances._COLUMNS.values()]),
+        ("policy", ["(default: 30000)", "(default: 5000)"]),
+    ],
+)
+def test_the_help_has_defaults_and_columns(capsys: pytest.CaptureFixture[str], what: str, words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", what, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert [word for word in words if word not in text] == []
