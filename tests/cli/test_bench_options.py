@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from ec_p2p.cli import bench_instances, bench_memory, main
+from ec_p2p.cli import bench_instances, bench_memory, build_parser, main
 
 SIZES = "accepted, separated by commas: a positive number of bytes, or text like '512MiB'"
 
@@ -93,3 +96,23 @@ def test_the_help_has_defaults_and_columns(capsys: pytest.CaptureFixture[str], w
         main(["bench", what, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert [word for word in words if word not in text] == []
+
+
+def test_the_documentation_has_each_option_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    documented = {
+        (what, option, default.strip("`"))
+        for whats, option, default in re.findall(r"^\| ([`\w, ]+) \| `(--[\w-]+)` \| ([^|]+) \|", text, re.M)
+        for what in re.findall(r"\w+", whats)
+    }
+    options = set()
+    for what in ("fetch", "engine", "directory", "policy"):
+        args = vars(build_parser().parse_args(["bench", what]))
+        options |= {
+            (what, f"--{name.replace('_', '-')}", value) for name, value in args.items() if name not in ("run", "json")
+        }
+    without = {None: "none", False: "off"}
+    in_words = {("engine", "--folder"): "that of temporary files"}
+    assert {
+        (what, option, in_words.get((what, option), without.get(value, value))) for what, option, value in options
+    } == documented
