@@ -110,7 +110,7 @@ def make_backend(agent: Any, interconnect: Interconnect) -> None:
     try:
         agent.createBackend(name, params)
     except Exception as error:  # the library's errors share no base class
-        environment = [f"{name}={os.environ[name]!r} in the environment" for name in _TOLD if name in os.environ]
+        environment = [f"{name}={os.environ[name]!r} in this process" for name in _TOLD if name in os.environ]
         raise TransportError(
             f"cannot make a NIXL agent with backend {name}: {said(error)} "
             f"(given: {', '.join([f'nixl_params={params!r}', *environment])}; {name} lists {_told(listed)}; "

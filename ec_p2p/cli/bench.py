@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from ec_p2p.cli import bench_columns
-from ec_p2p.cli.bench_ending import ended_by_signals
 from ec_p2p.cli.bench_memory import check_memory
+from ec_p2p.cli.ending import ended_by_signals
 from ec_p2p.config import ConfigError
 from ec_p2p.config_kinds import Size
 

@@ -22,7 +22,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ec_p2p.cli.bench_ending import command_that_ends_with_this, end_with_starter
+from ec_p2p.cli.ending import command_that_ends_with_this, end_with_starter
 from ec_p2p.config import Config, make_config
 from ec_p2p.engine.extents import whole_pages
 from ec_p2p.node.client import NodeClient

@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from ec_p2p.cli.bench_ending import end_with_starter
-from ec_p2p.cli.bench_memory import free_memory
+from ec_p2p.cli.ending import end_with_starter
+from ec_p2p.cli.free_memory import free_memory
 from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from ec_p2p.cli.free_memory import free_memory
 from ec_p2p.cli.words import size
 from ec_p2p.config import ConfigError
-
-
-def free_memory() -> int:
-    """Bytes that the machine can give without taking them from anybody."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/meminfo does not say how much memory is free")
 
 
 def check_memory(option: str, value: object, needed: int) -> None:

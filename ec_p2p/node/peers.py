@@ -119,7 +119,12 @@ class Peers:
         self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
         self._router = open_socket(context, zmq.ROUTER, f"tcp://{bind_host}")
         secure_server(self._router, security)
-        self._router.bind(f"tcp://{bind_host}:{port or '*'}")
+        try:
+            self._router.bind(f"tcp://{bind_host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._router.close()
+            told = f"peer_port={port} cannot be bound at {bind_host} ({error.strerror})"
+            raise OSError(error.errno, f"{told}; accepted: a free port, or 0 for any") from None
         self.port = bound_port(self._router)
 
     def get(self, incarnation: bytes) -> Peer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_node_fetches_over_what_is_configured(nixl_fleet, settings, without_he
             "nixl_backend='NO_SUCH': the installed NIXL has no plugin of this name; accepted: ",
         ),
         ({"nixl_params": {"num_workers": "many"}}, "cannot make a NIXL agent with backend UCX: "),
-        ({"ucx_tls": "pigeon"}, "UCX_TLS='pigeon' in the environment"),
+        ({"ucx_tls": "pigeon"}, "UCX_TLS='pigeon' in this process"),
     ],
 )
 def test_a_node_that_cannot_have_what_is_configured_says_why_and_ends(settings, said):
@@ -78,6 +79,17 @@ def test_a_node_that_cannot_have_what_is_configured_says_why_and_ends(settings, 
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ec-p2p node: cannot start: ")
     assert said in last
+
+
+def test_a_node_whose_port_is_taken_says_which_and_ends():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = {"node_name": f"bad-{os.getpid()}", "ec_port": free_ports(), "transport": "zmq", "peer_port": port}
+        done = subprocess.run(node_command(make_config(settings)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"peer_port={port} cannot be bound at 127.0.0.1 (Address already in use" in last
+    assert last.endswith("; accepted: a free port, or 0 for any")
 
 
 def test_what_means_nothing_to_zmq_is_told_and_does_no_harm(zmq_fleet, tmp_path):

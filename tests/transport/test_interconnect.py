@@ -194,8 +194,8 @@ def test_the_environment_holds_where_nothing_is_configured(holder, monkeypatch):
 def test_transports_that_this_host_does_not_have():
     _, refusal = in_child(opened, {"ucx_tls": "pigeon"})
     assert refusal.startswith("cannot make a NIXL agent with backend UCX: ")
-    assert "UCX_TLS='pigeon' in the environment" in refusal
-    assert "UCX_NET_DEVICES='lo' in the environment" in refusal, "which is ours, and may be what is in the way"
+    assert "UCX_TLS='pigeon' in this process" in refusal
+    assert "UCX_NET_DEVICES='lo' in this process" in refusal, "which is ours, and may be what is in the way"
 
 
 def variables_of_tcp(ucx_tls):

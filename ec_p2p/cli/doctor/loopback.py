@@ -18,6 +18,7 @@ import zmq
 
 from ec_p2p.cli.doctor.finding import Finding, Level, note, ok, problem
 from ec_p2p.cli.doctor.library_words import warnings_in, write_to
+from ec_p2p.cli.ending import end_with_starter
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.node.network import hosts, interconnect_of
@@ -128,6 +129,7 @@ def _answer(pipe: multiprocessing.connection.Connection, who: str) -> object:
 
 
 def _hold(config: Config, pipe: multiprocessing.connection.Connection, log: str) -> None:
+    end_with_starter()
     write_to(log)
     try:
         with mmap.mmap(-1, _BYTES) as memory:
@@ -144,6 +146,7 @@ def _hold(config: Config, pipe: multiprocessing.connection.Connection, log: str)
 
 
 def _read(config: Config, pipe: multiprocessing.connection.Connection, log: str) -> None:
+    end_with_starter()
     write_to(log)
     try:
         with mmap.mmap(-1, _BYTES) as memory:

@@ -10,8 +10,8 @@ import resource
 import time
 from pathlib import Path
 
-from ec_p2p.cli.doctor.cgroups import memory_left
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
+from ec_p2p.cli.free_memory import machine_memory, memory_left
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config
 from ec_p2p.engine.disk import LAYOUT
@@ -28,7 +28,7 @@ def memory(config: Config, held: int, root: Path = Path("/")) -> Finding:
     """Whether what the arena may yet take fits what this process may use. `held`: bytes that the arena of the node
     which runs here has taken already."""
     arena = config.max_local_cpu_size
-    free = _available(root)
+    free = machine_memory(root)
     limit = memory_left(root)
     left, who = (
         (limit, "this container's or unit's memory limit leaves")
@@ -151,11 +151,3 @@ def _bytes_below(folder: Path) -> int:
         if time.monotonic() > until:
             break
     return nbytes
-
-
-def _available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) << 10
-    return 0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ec_p2p.cli.doctor import host_node, machine
-from ec_p2p.cli.doctor.cgroups import memory_left
 from ec_p2p.cli.doctor.finding import Level
+from ec_p2p.cli.free_memory import memory_left
 from ec_p2p.config import make_config
 from tests.node.conftest import Fleet
 

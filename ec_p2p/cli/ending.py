@@ -1,9 +1,9 @@
-"""What a benchmark has started ends with it, whatever ends it.
+"""What a command has started ends with it, whatever ends it.
 
     SIGTERM, ctrl-C     an exception, and so the `finally` of whoever has started something; once more: at once
     any other death     the kernel kills what `end_with` was said in
 
-Run as `python -m ec_p2p.cli.bench_ending PID COMMAND...` this becomes COMMAND, which ends with process PID.
+Run as `python -m ec_p2p.cli.ending PID COMMAND...` this becomes COMMAND, which ends with process PID.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_a_second_signal_does_not_wait_for_anything() -> None:
     """Such as for what the first one has begun to put in order."""
     script = """
 import time
-from ec_p2p.cli.bench_ending import ended_by_signals
+from ec_p2p.cli.ending import ended_by_signals
 with ended_by_signals():
     try:
         print("begun", flush=True)
@@ -111,7 +111,5 @@ with ended_by_signals():
 
 def test_what_starts_too_late_ends_at_once() -> None:
     """Its starter is no more by the time that it asks the kernel."""
-    done = subprocess.run(
-        [*command()[:1], "-m", "ec_p2p.cli.bench_ending", "-1", "/bin/echo", "ran"], capture_output=True
-    )
+    done = subprocess.run([*command()[:1], "-m", "ec_p2p.cli.ending", "-1", "/bin/echo", "ran"], capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")

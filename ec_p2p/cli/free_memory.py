@@ -1,4 +1,5 @@
-"""What this process's control groups let it take of memory: a container's limit, a systemd unit's, one above them."""
+"""How much memory this process may still take: of the machine, and of what its control groups let it: a container's
+limit, a systemd unit's, one above them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,23 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be had without taking them from anybody, or hitting a limit."""
+    available, left = machine_memory(root), memory_left(root)
+    return available if left is None else min(available, left)
+
+
+def machine_memory(root: Path) -> int:
+    """Bytes that the machine has free; 0 where it does not say."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    return 0
+
+
 def memory_left(root: Path) -> int | None:
-    """Bytes until the tightest limit; None without one."""
+    """Bytes until the tightest limit of a control group; None without one."""
     left = [left for folder, files in _groups(root) if (left := _left(folder, files)) is not None]
     return min(left, default=None)
 
