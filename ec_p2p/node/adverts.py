@@ -1,9 +1,10 @@
-"""What the fleet is told of an entry: its advert, made from where the entry is."""
+"""What the fleet is told of an entry: its advert, made from where the entry is, or read."""
 
 from __future__ import annotations
 
 from ec_p2p.control.messages import Advert, EntryState
 from ec_p2p.engine.cpu import Entry
+from ec_p2p.engine.entry import Layout, layout_of
 from ec_p2p.engine.filed import Filed
 
 
@@ -30,3 +31,13 @@ def on_disk(filed: Filed) -> Advert:
 def pending(identity: bytes) -> Advert:
     """Being encoded: others may wait for it."""
     return Advert(identity, EntryState.PENDING, 0, 0, 0, "unknown", 0, 0, 0)
+
+
+def promised(advert: Advert) -> Layout | None:
+    """Of the entry that is advertised, on disk or in an arena; None where nothing is that could be stored: a peer may
+    say anything."""
+    try:
+        layout = layout_of(advert.rows, advert.dim, advert.dtype)
+    except ValueError:
+        return None
+    return layout if layout.nbytes == advert.nbytes else None

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
-from ec_p2p.engine.generation import check
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.adverts import promised
 from ec_p2p.node.fetch import Holder
 from ec_p2p.node.messages import (
     READ_REASONS,
@@ -281,7 +281,7 @@ class DeviceReads:
             and peer.state is PeerState.READY
             and peer.covers(advert)
             and not self._rates.distrusted(info.incarnation)
-            and _consistent(advert)
+            and promised(advert) is not None
         ):
             return peer
         return None
@@ -338,12 +338,3 @@ class DeviceReads:
         drop: ToLander = DropEntry(read.read)
         for lander in read.landers:
             self._sessions.send(lander, drop)
-
-
-def _consistent(advert: Advert) -> bool:
-    """Whether a tensor can be made of it: a peer may say anything."""
-    try:
-        check(advert.identity, advert.nbytes, advert.rows, advert.dim, advert.dtype)
-    except ValueError:
-        return False
-    return True

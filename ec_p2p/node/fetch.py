@@ -27,10 +27,11 @@ import msgspec
 
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.engine.cpu import Entry, OutOfMemory, TooLarge
-from ec_p2p.engine.entry import Layout, layout_of
+from ec_p2p.engine.entry import Layout
 from ec_p2p.engine.extents import RESERVED, Extent
 from ec_p2p.engine.generation import RECORD_BYTES, proves
 from ec_p2p.engine.tally import Tally
+from ec_p2p.node.adverts import promised
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.node.rates import Rates
@@ -184,7 +185,7 @@ class Fetches:
             return  # an answer that came too late
         if advert is None:
             self._failed_holder(fetch, "not_staged", now)
-        elif advert.state != EntryState.RESIDENT or _layout(advert) != fetch.layout:
+        elif advert.state != EntryState.RESIDENT or promised(advert) != fetch.layout:
             self._failed_holder(fetch, "layout", now)
         else:
             fetch.advert = advert
@@ -258,7 +259,7 @@ class Fetches:
             self._give_up(fetch, "failed")
             return
         fetch.source, advert = fetch.holders.pop(0)
-        fetch.advert, fetch.layout, extent = advert, _layout(advert), fetch.extent
+        fetch.advert, fetch.layout, extent = advert, promised(advert), fetch.extent
         if fetch.layout is None:
             # A dtype that this version does not know, or numbers that do not belong together: a peer may say anything,
             # and as often as somebody wants it.
@@ -396,12 +397,3 @@ class Fetches:
         if fetch.extent is not None:
             self._memory.release(fetch.extent)
             fetch.extent = None
-
-
-def _layout(advert: Advert) -> Layout | None:
-    """Of the entry that is advertised; None where nothing is that could be stored."""
-    try:
-        layout = layout_of(advert.rows, advert.dim, advert.dtype)
-    except ValueError:
-        return None
-    return layout if layout.nbytes == advert.nbytes else None
