@@ -48,7 +48,7 @@ END
     case $said in
     found\ *) found=${said#found } ;;
     blind\ *) blind=${said#blind } ;;
-    *) [ "$status" != 124 ] || blind="was not imported within $PROBE_S s" ;;
+    *) case $status in 124 | 137) blind="was not imported within $PROBE_S s" ;; esac ;;
     esac
 }
 
@@ -56,8 +56,10 @@ everything='msgpack, msgspec, pytest, safetensors, torch, xxhash, yaml, zmq'
 deadline=$((SECONDS + BUDGET_S))
 python=
 why=
+tried=' '
 for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python build/gpu-venv/bin/python python3; do
-    [[ $why != *"torch of $candidate "* ]] || continue
+    [[ $tried != *" $candidate "* ]] || continue
+    tried="$tried$candidate "
     look "$candidate" "$everything"
     if [ -n "$found" ]; then
         python=$(command -v "$candidate")

@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from ec_p2p.cli import bench_columns
-from ec_p2p.cli.bench_memory import check_memory
 from ec_p2p.cli.ending import ended_by_signals
+from ec_p2p.cli.free_memory import free_memory
+from ec_p2p.cli.words import size
 from ec_p2p.config import ConfigError
 from ec_p2p.config_kinds import Size
 
@@ -101,8 +102,8 @@ def run_engine(args: argparse.Namespace) -> int:
     sizes = _sizes(args.sizes, LEAST_BYTES)
     repeat = _number("--repeat", args.repeat, 1, _MOST_ROUNDS)
     keys = _number("--index-keys", args.index_keys, 0, _MOST_KEYS)
-    check_memory("--sizes", args.sizes, memory_for(max(sizes)))
-    check_memory("--index-keys", args.index_keys, keys * _KEY_BYTES)
+    _check_memory("--sizes", args.sizes, memory_for(max(sizes)))
+    _check_memory("--index-keys", args.index_keys, keys * _KEY_BYTES)
     return run(sizes, repeat, keys, args.folder, as_json=args.json)
 
 
@@ -113,7 +114,7 @@ def run_fetch(args: argparse.Namespace) -> int:
     sizes = _sizes(args.sizes)
     items = _numbers("--items", args.items, _MOST_ITEMS)
     repeat = _number("--repeat", args.repeat, 1, _MOST_ROUNDS)
-    check_memory("--sizes", args.sizes, memory_for(sizes, items))
+    _check_memory("--sizes", args.sizes, memory_for(sizes, items))
     device = None if args.device is None else _device(args.device)
     if args.landing == "device" and (device is None or args.transport != "nixl"):
         raise ConfigError("--landing=device; accepted: with --device, and with --transport nixl")
@@ -160,6 +161,15 @@ def _numbers(option: str, text: str, most: int) -> list[int]:
     if not all(_NUMBER.fullmatch(part) and 1 <= int(part) <= most for part in parts):
         raise ConfigError(f"{option}={text!r}; accepted: numbers from 1 to {most}, separated by commas")
     return [int(part) for part in parts]
+
+
+def _check_memory(option: str, value: object, needed: int) -> None:
+    """Raises ConfigError if `needed` bytes, which is what the option's value takes, are not there."""
+    free = free_memory()
+    if needed > free:
+        raise ConfigError(
+            f"{option}={value!r} takes {size(needed)} of memory; accepted: what fits the {size(free)} that are free"
+        )
 
 
 def _device(text: str) -> str:

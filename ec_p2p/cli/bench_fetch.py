@@ -36,6 +36,7 @@ _DIM = 1024
 _ROW_BYTES = 2 * _DIM
 _PATIENCE_S = 30.0
 _ARENA_OF_ENTRIES = 6
+_LEAST_ARENA = 256 << 20
 """An arena has room for so many times what is fetched. Of one load all processes together touch no more than that."""
 
 
@@ -112,8 +113,12 @@ def _row(load: Load, samples: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def memory_for(sizes: list[int], items: list[int]) -> int:
-    """Bytes that `measure` takes, at most."""
-    return _ARENA_OF_ENTRIES * sum(load.nbytes for _, load in _loads(sizes, items))
+    """Bytes that `measure` takes, at most, besides what is little."""
+    return _memory_for([load for _, load in _loads(sizes, items)])
+
+
+def _memory_for(loads: list[Load]) -> int:
+    return max(_LEAST_ARENA, _ARENA_OF_ENTRIES * sum(load.nbytes for load in loads))
 
 
 def _loads(sizes: list[int], items: list[int]) -> list[tuple[int, Load]]:
@@ -135,7 +140,7 @@ def measure(sizes: list[int], items: list[int], way: Way, repeat: int) -> dict[L
         "spawn_node": False,
         "metrics_port": -1,
         "share_fetched": False,
-        "max_local_cpu_size": f"{max(256 << 20, memory_for(sizes, items))}B",
+        "max_local_cpu_size": f"{_memory_for(loads)}B",
         "slab_size": max(64 << 20, 2 * max(sizes)),
         "landing": way.landing,
         "landing_size": 2 * max(sizes) + (1 << 20),

@@ -39,7 +39,7 @@ from ec_p2p.node.messages import (
     ToLander,
 )
 from ec_p2p.node.peers import Peer, Peers, PeerState
-from ec_p2p.node.rates import Rates
+from ec_p2p.node.rates import Delivery, Rates
 from ec_p2p.node.sessions import Session, Sessions
 
 _AVOID_S = 10.0
@@ -61,6 +61,7 @@ class DeviceRead:
     __slots__ = (
         "advert",
         "deadline",
+        "delivery",
         "identity",
         "instance",
         "landers",
@@ -80,6 +81,8 @@ class DeviceRead:
         identity: bytes,
         holder: Holder,
         landers: Readers,
+        delivery: Delivery,
+        *,
         now: float,
         deadline: float,
         wanted_until: float,
@@ -92,6 +95,7 @@ class DeviceRead:
         self.landers = landers
         self.owing = set(landers)
         """Whose answer is still to come."""
+        self.delivery = delivery
         self.started_at = now
         self.deadline = deadline
         """Who has not answered by then is silent."""
@@ -190,12 +194,25 @@ class DeviceReads:
             peer = self._readable(holder)
             if peer is not None and (instance, holder[0].incarnation) not in self._avoid:
                 # A lander gives up on a READ by itself, on its payload or on its record; the deadline is for one that
-                # does not answer. What is left of the want's time is for the arena.
-                times = now, now + 2 * self._read_timeout_s, now + (give_up_at - now) / 2
-                read = DeviceRead(next(self._numbers), instance, identity, holder, landers, *times)
+                # does not answer.
+                read = DeviceRead(
+                    next(self._numbers),
+                    instance,
+                    identity,
+                    holder,
+                    landers,
+                    self._rates.begun(holder[0].incarnation, now),
+                    now=now,
+                    deadline=now + 2 * self._read_timeout_s,
+                    wanted_until=_half_of(now, give_up_at),
+                )
                 self._start(read, peer)
                 return True
         return False
+
+    def extend(self, read: DeviceRead, now: float, give_up_at: float) -> None:
+        """Somebody who joins it may be more patient than those before."""
+        read.wanted_until = max(read.wanted_until, _half_of(now, give_up_at))
 
     def answered(self, session: Session, message: ReadEnded, now: float) -> None:
         """A lander says how its READ has ended."""
@@ -218,13 +235,13 @@ class DeviceReads:
         self._counters.add("device_read_bytes", read.advert.nbytes)
         if not read.landed:
             return
+        read.delivery.done(read.advert.nbytes * read.readers)
         if read.landers != self._landers(read.instance, read.readers):
             self._fail(read, "gone")
         elif not read.wanted:
             self._fail(read, "deadline")
         else:
             self._counters.add("device_reads", outcome="landed")
-            self._rates.begun(read.source.incarnation, read.started_at).done(read.advert.nbytes)
             with closing(self.pin(read)):
                 self._on_landed(read)
 
@@ -316,6 +333,7 @@ class DeviceReads:
 
     def _fail(self, read: DeviceRead, why: str) -> None:
         self._counters.add("device_reads", outcome=why)
+        read.delivery.lost()
         wanted = read.wanted
         self._forget(read)
         if wanted:
@@ -338,3 +356,8 @@ class DeviceReads:
         drop: ToLander = DropEntry(read.read)
         for lander in read.landers:
             self._sessions.send(lander, drop)
+
+
+def _half_of(now: float, give_up_at: float) -> float:
+    """What is left of a want's time after that is for the arena."""
+    return now + (give_up_at - now) / 2

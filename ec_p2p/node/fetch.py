@@ -35,7 +35,7 @@ from ec_p2p.node.adverts import promised
 from ec_p2p.node.memory import Memory
 from ec_p2p.node.peers import Peer, Peers, PeerState
 from ec_p2p.node.rates import Rates
-from ec_p2p.node.transfers import Leg, Transfers
+from ec_p2p.node.transfers import LATE, STUCK, Leg, Transfers
 from ec_p2p.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,6 @@ class Fetches:
 
     def peer_gone(self, incarnation: bytes, now: float) -> None:
         self._complained_of.discard(incarnation)
-        self._transfers.forget(incarnation)
         waits = (Stage.WAITING_MEMORY, Stage.CONNECTING, Stage.STAGING)
         for fetch in list(self._fetches.values()):
             fetch.holders = [holder for holder in fetch.holders if holder[0].incarnation != incarnation]
@@ -302,7 +301,7 @@ class Fetches:
         if peer.state is PeerState.UNUSABLE:
             self._failed_holder(fetch, "unusable", now)
         elif self._transfers.stuck(incarnation):
-            self._failed_holder(fetch, "stuck", now)
+            self._failed_holder(fetch, STUCK, now)
         elif advert.state == EntryState.DISK:
             if peer.state is not PeerState.READY:
                 return  # asked for its card: wait for `peer_ready`
@@ -321,9 +320,9 @@ class Fetches:
 
     def _broken(self, fetch: Fetch, why: str, extent: Extent | None, now: float) -> None:
         fetch.extent = extent
-        if why == "late":
+        if why == LATE:
             self._rates.silent(fetch.source.incarnation)
-        elif why != "stuck":  # which may be for the sake of another holder
+        elif why != STUCK:  # which may be for the sake of another holder
             self._rates.failed(fetch.source.incarnation)
         self._failed_holder(fetch, why, now)
         self._drive(fetch, now)

@@ -39,7 +39,7 @@ from ec_p2p.node.messages import DropEntry, FromNode, PeerCard, PeerGone, Quaran
 from ec_p2p.node.network import hosts, interconnect_of
 from ec_p2p.node.pacing import TICK_S, nap_s
 from ec_p2p.node.rates import Rates
-from ec_p2p.node.transfers import Leg, Transfers
+from ec_p2p.node.transfers import STUCK, Leg, Transfers
 from ec_p2p.transport.interface import TransportError
 from ec_p2p.transport.nixl import NixlTransport
 
@@ -239,7 +239,7 @@ class Lander:
 
     def _read(self, entry: ReadEntry) -> None:
         if self._transfers.stuck(entry.peer):
-            self._answer(entry, "stuck")
+            self._answer(entry, STUCK)
             return
         extent = self._pool.reserve(entry.nbytes)
         if extent is None:

@@ -30,7 +30,7 @@ _LONG = (Inspection, PeerCard)
 class Outbox:
     """Of the client `who`, for the log, at the other end of `sock`. Used by the node's loop only."""
 
-    __slots__ = ("_complained", "_frame", "_messages", "_said", "_sock", "_who")
+    __slots__ = ("_complained_of", "_frame", "_messages", "_said", "_sock", "_who")
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self._sock = sock
@@ -40,7 +40,7 @@ class Outbox:
         """One that the socket had no room for."""
         self._said: FromNode | Several | None = None
         """What is in it."""
-        self._complained = False
+        self._complained_of: set[type] = set()
 
     def __bool__(self) -> bool:
         """Whether `flush` has something to do."""
@@ -75,10 +75,10 @@ class Outbox:
             self._frame = self._said = None
 
     def _too_long(self, nbytes: int) -> None:
-        """What was to be said cannot be: say less, where that can be done. Logged once."""
+        """What was to be said cannot be: say less, where that can be done. Logged once for each kind of message."""
         said = self._said
-        if not self._complained:
-            self._complained = True
+        if type(said) not in self._complained_of:
+            self._complained_of.add(type(said))
             logger.warning(
                 "%s of %d bytes is too long for one datagram to %s (at most %d, and see net.core.wmem_max)",
                 type(said).__name__,

@@ -1,8 +1,8 @@
 """Counts by peer, of peers that are gone: nodes come and go under new names, and what is counted of them would fill
 /metrics and memory for ever.
 
-Owns the times since when they are gone. It must never forget a count before whoever collects them has seen the last of
-it.
+Owns the times since when they are gone. An hour is meant to be enough for whoever collects them to see the last of a
+count.
 
     THERE --the directories do not name it--> GONE --KEPT_S later--> forgotten
     GONE --it is named again--> THERE

@@ -39,12 +39,12 @@ class _Speed:
         self._measured_at = float("-inf")
         self.latency_s: float | None = None
         self.seconds_per_byte: float | None = None
+        """Both as last measured, however long ago. None: never."""
 
     def measured(self, nbytes: int, seconds: float, now: float) -> None:
         if self.outdated(now):
             self._latencies.clear()
             self._per_byte.clear()
-            self.latency_s = self.seconds_per_byte = None
         self._measured_at = now
         if nbytes < _SMALL:
             self._latencies.append(seconds)
@@ -57,11 +57,14 @@ class _Speed:
         return now - self._measured_at > _OUTDATED_S
 
     def expected_s(self, nbytes: int) -> float:
-        return (self.latency_s or 0.0) + nbytes * (self.seconds_per_byte or 0.0)
+        """By what is not outdated: one of the two may be."""
+        latency_s = self.latency_s if self._latencies else 0.0
+        seconds_per_byte = self.seconds_per_byte if self._per_byte else 0.0
+        return (latency_s or 0.0) + nbytes * (seconds_per_byte or 0.0)
 
 
 class _Holder:
-    __slots__ = ("arrived", "distrusted_until", "in_flight", "silent_until", "since", "speed")
+    __slots__ = ("arrived", "distrusted_until", "in_flight", "silent_until", "since", "speed", "spoiled")
 
     def __init__(self) -> None:
         self.speed = _Speed()
@@ -72,10 +75,16 @@ class _Holder:
         """When the spell has begun, or the last one ended."""
         self.arrived = 0
         """Bytes of payload in this spell."""
+        self.spoiled = False
+        """Something of this spell was lost: what was brought of it nobody knows."""
+
+    def begin(self, at: float) -> None:
+        """A spell begins."""
+        self.since, self.arrived, self.spoiled = max(at, self.since), 0, False
 
 
 class Delivery:
-    """A READ in flight from a holder. To be ended, once, by `done` or `lost`."""
+    """A READ in flight from a holder. To be ended by `done` or `lost`; what comes after the first is nothing."""
 
     __slots__ = ("_known", "_rates")
 
@@ -85,17 +94,13 @@ class Delivery:
 
     def done(self, nbytes: int) -> None:
         """All `nbytes` of its payload have arrived."""
-        known = self._known
-        known.in_flight.discard(self)
-        known.distrusted_until = known.silent_until = 0.0
-        known.arrived += nbytes
-        self._rates._look(known)
+        self._rates._done(self, self._known, nbytes)
 
     def lost(self) -> None:
-        """It has brought nothing that could be measured: what others have brought meanwhile is not, either."""
-        known = self._known
-        known.in_flight.discard(self)
-        known.since, known.arrived = self._rates._clock(), 0
+        """It has failed, or is not waited for any more."""
+        if self in self._known.in_flight:
+            self._known.in_flight.discard(self)
+            self._known.spoiled = True
 
 
 class Measured(NamedTuple):
@@ -118,7 +123,7 @@ class Rates:
         """A READ was posted at `at`, or somewhat later."""
         known = self._known(holder)
         if not known.in_flight:
-            known.since, known.arrived = max(at, known.since), 0
+            known.begin(at)
         delivery = Delivery(self, known)
         known.in_flight.add(delivery)
         return delivery
@@ -137,10 +142,11 @@ class Rates:
 
     def measured(self) -> list[tuple[bytes, Measured]]:
         """Of every holder, however long ago. Any thread may ask."""
-        return [
-            (holder, Measured(speed.latency_s, 1 / speed.seconds_per_byte if speed.seconds_per_byte else None))
-            for holder, speed in [(holder, known.speed) for holder, known in list(self._holders.items())]
-        ]
+        found = []
+        for holder, known in list(self._holders.items()):
+            per_byte = known.speed.seconds_per_byte
+            found.append((holder, Measured(known.speed.latency_s, 1 / per_byte if per_byte else None)))
+        return found
 
     def distrusted(self, holder: bytes) -> bool:
         known = self._holders.get(holder)
@@ -151,7 +157,7 @@ class Rates:
         return known is not None and self._clock() < known.silent_until
 
     def expected_s(self, holder: bytes, nbytes: int) -> float | None:
-        """Seconds that a READ of `nbytes` may take; None while nothing is known."""
+        """Seconds that a READ of `nbytes` may take; None where nothing was measured lately."""
         known = self._holders.get(holder)
         if known is None or known.speed.outdated(self._clock()):
             return None
@@ -164,15 +170,20 @@ class Rates:
             return latency_s + nbytes * seconds_per_byte
         return self._all.expected_s(nbytes)
 
-    def _look(self, known: _Holder) -> None:
-        """The holder has delivered: whether the spell has ended, or has gone on for long enough."""
-        now = self._clock()
-        if known.in_flight and now - known.since < _LONGEST_SPELL_S:
+    def _done(self, delivery: Delivery, known: _Holder, nbytes: int) -> None:
+        if delivery not in known.in_flight:
             return
-        seconds = max(0.0, now - known.since)
-        for speed in (known.speed, self._all):
-            speed.measured(known.arrived, seconds, now)
-        known.since, known.arrived = now, 0
+        now = self._clock()
+        known.in_flight.discard(delivery)
+        known.distrusted_until = known.silent_until = 0.0
+        known.arrived += nbytes
+        # What is small and ends behind something large tells nothing: not of the latency, for it has waited.
+        if known.in_flight and (now - known.since < _LONGEST_SPELL_S or known.arrived < _SMALL):
+            return
+        if not known.spoiled:
+            for speed in (known.speed, self._all):
+                speed.measured(known.arrived, max(0.0, now - known.since), now)
+        known.begin(now)
 
     def _known(self, holder: bytes) -> _Holder:
         known = self._holders.get(holder)

@@ -31,7 +31,11 @@ class Node:
         self._closed = False
         self._lonely_since = float("inf")
         self.wiring = Wiring(config, watch_again=lambda: self._loop.watch_again())
-        self._loop = Loop(self._parts(), on_error=lambda: self.wiring.counters.add("errors"))
+        try:
+            self._loop = Loop(self._parts(), on_error=lambda: self.wiring.counters.add("errors"))
+        except BaseException:
+            self.wiring.close()
+            raise
 
     def run(self) -> None:
         """Serve until `stop`, or until a spawned node has been lonely for long enough; then close."""

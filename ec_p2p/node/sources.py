@@ -76,8 +76,10 @@ class FleetSources:
             if advert.state == EntryState.PENDING and info.incarnation != self._incarnation
         ]
 
-    def silent_lately(self, holder: Holder) -> bool:
-        return self._rates.silent_lately(holder[0].incarnation)
+    def in_vain(self, holder: Holder) -> bool:
+        incarnation = holder[0].incarnation
+        peer = self._peers.get(incarnation)
+        return self._rates.silent_lately(incarnation) or (peer is not None and peer.state is PeerState.UNUSABLE)
 
     def _rank(self, holder: Holder) -> _Rank:
         info, advert = holder

@@ -41,6 +41,8 @@ BATCH_LEGS = 256
 WINDOW_BYTES = 64 << 20
 """Payload in flight from one holder, where one READ more may be posted below it; the rest waits here. Far more than any
 wire needs. It bounds what a holder that hangs can put into quarantine."""
+_MOST_LATE = 1_024
+"""Holders of which the log has said so. Those that are gone do not gather for ever."""
 _WINDOWS = 4
 """The bound has room for so many windows, at least: one holder that hangs is not to stop all others."""
 
@@ -59,14 +61,17 @@ class Leg(msgspec.Struct, Generic[Owner], frozen=True, eq=False, gc=False):
     nbytes: int
 
 
+LATE, STUCK = "late", "stuck"
+
+
 class _End(Enum):
     """How a transfer has ended. Broken ones by the word that the metrics use."""
 
     ARRIVED = "arrived"
     REFUSED = "refused"
     FAILED = "disconnected"
-    LATE = "late"
-    STUCK = "stuck"
+    LATE = LATE
+    STUCK = STUCK
     """It was never posted: the holder hangs, or the bound was reached."""
 
 
@@ -168,10 +173,6 @@ class Transfers(Generic[Owner]):
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
         return sum(leg.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
-
-    def forget(self, peer: bytes) -> None:
-        """It is gone. What is in flight from there ends by itself."""
-        self._late.discard(peer)
 
     def add(self, peer: bytes, leg: Leg[Owner]) -> None:
         """Have an entry read from the holder with this incarnation, from the next `turn` on. It must not be `stuck`."""
@@ -280,6 +281,8 @@ class Transfers(Generic[Owner]):
 
     def _complain(self, transfer: _Transfer[Owner]) -> None:
         if transfer.peer not in self._late:
+            if len(self._late) >= _MOST_LATE:
+                self._late.clear()
             self._late.add(transfer.peer)
             logger.warning(
                 "a READ of %d bytes from node incarnation %s has not ended in %.1f s: other holders are tried, and its "

@@ -12,6 +12,7 @@ answered exactly once, by Landed or by Missing, which `Answers` says. Where an e
     NEW, HOPELESS --this host has a folder that others may write to--> LOOKING --looked--> as before, but for this
     NEW --somebody encodes it, or a hint promises it--> EXPECTED --stored or advertised--> NEW, --late--> MISSING
     NEW, HOPELESS --nothing of the kind--> MISSING
+    NEW, EXPECTED --it can be encoded, and the policy is against fetching it--> MISSING
     any --deadline, no room for it--> MISSING
 
 HOPELESS is NEW without the fetches that it would start, and without the waiting for more of them.
@@ -52,8 +53,9 @@ class Sources(Protocol):
         """Other nodes that advertise that it is being computed on their hosts."""
         ...
 
-    def silent_lately(self, holder: Holder) -> bool:
-        """Whether it was waited for in vain just now."""
+    def in_vain(self, holder: Holder) -> bool:
+        """Whether to try it again would most likely bring nothing: it was waited for in vain just now, or cannot be
+        read from at all."""
         ...
 
 
@@ -171,7 +173,7 @@ class Wants:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
         waiters = self._waiters_for_the_arena(identity)
         holders = self._sources.holders(identity) if waiters else []
-        in_vain = bool(holders) and all(map(self._sources.silent_lately, holders))
+        in_vain = bool(holders) and all(map(self._sources.in_vain, holders))
         for waiting, index in waiters:
             if reason == "failed":
                 failures = _FETCHES if in_vain else waiting.failures.get(index, 0) + 1
@@ -296,7 +298,9 @@ class Wants:
         if item.identity in self._fetches:
             self._fetches.extend(item.identity, waiting.deadline)
             return []
-        if self._device_read(waiting, index) is not None:
+        read = self._device_read(waiting, index)
+        if read is not None:
+            self._device_reads.extend(read, now, waiting.deadline)
             return []
         if self._bring_from_disk(waiting, index, now):
             return []

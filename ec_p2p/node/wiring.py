@@ -1,7 +1,7 @@
 """How the parts of a node are put together, and how they hear of each other.
 
 Owns the parts: the order in which they are made and closed, and who is told of what has happened in one of them. Must
-never decide anything itself: each part has its own module, and says there what it owns.
+never keep anything but them: each part has its own module, and says there what it owns.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ec_p2p.cli import bench_instances, bench_memory, build_parser, main
+from ec_p2p.cli import bench, bench_instances, build_parser, main
 
 SIZES = "accepted, separated by commas: a positive number of bytes, or text like '512MiB'"
 
@@ -73,7 +73,7 @@ def test_what_memory_cannot_hold_is_named(
     value: str,
     needed: str,
 ) -> None:
-    monkeypatch.setattr(bench_memory, "free_memory", lambda: 1400 << 20)
+    monkeypatch.setattr(bench, "free_memory", lambda: 1400 << 20)
     assert main(["bench", what, f"{option}={value}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"ec-p2p: {option}={value!r} takes {needed} of memory; ")

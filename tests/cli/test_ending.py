@@ -72,8 +72,9 @@ def test_it_ends_with_all_its_processes(bench: tuple[str, ...], count: int, numb
 
     def all_started() -> bool:
         assert process.poll() is None
-        started.update(children(process.pid))
-        return len(started) >= count and all(map(at_work, started))
+        now = children(process.pid)
+        started.update(now)
+        return len(now) >= count and all(map(at_work, now))
 
     try:
         until(all_started, "the benchmark's processes")

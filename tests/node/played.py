@@ -254,6 +254,7 @@ class WantingRig(Rig):
         super().__init__()
         self.disk.there = False
         self.leases = Leases()
+        self.encode_times = EncodeTimes()
         self.holders_of = {}
         self.encoders_of = {}
         self.encoding = set()
@@ -267,7 +268,7 @@ class WantingRig(Rig):
             device_reads,
             self.leases,
             self,
-            FetchPolicy(policy, self.rates, EncodeTimes()),
+            FetchPolicy(policy, self.rates, self.encode_times),
             self.counters,
             lambda entry: None,
             send,
@@ -285,7 +286,7 @@ class WantingRig(Rig):
     def encoders(self, identity):
         return self.encoders_of.get(identity, [])
 
-    def silent_lately(self, holder):
+    def in_vain(self, holder):
         return self.rates.silent_lately(holder[0].incarnation)
 
     # what the parts hear of each other

@@ -211,6 +211,40 @@ def test_what_has_landed_for_one_reader_is_not_promised_to_two(host):
     assert [answer.read for answer in answers(engine)[-2:]] == [together.read, alone.read]
 
 
+def test_reads_in_flight_together_are_measured_together(host):
+    engine, lander = host.attach("scheduler", "x"), host.attach("lander", "x", 0)
+    large = {identity: advert(identity, rows=2400) for identity in (A, B)}
+    host.holders_of = {identity: [holder(1, what)] for identity, what in large.items()}
+    host.want(engine, A, B)
+    for read in sorted(lander.reading):
+        host.pass_time(0.1)
+        host.ended(lander, read)
+    nbytes = sum(what.nbytes for what in large.values())
+    assert host.rates.expected_s((1).to_bytes(16, "big"), nbytes) == pytest.approx(0.2)
+
+
+def test_what_lands_too_late_for_those_who_wanted_it_tells_of_its_holder_all_the_same(host):
+    engine, lander = host.attach("scheduler", "x"), host.attach("lander", "x", 0)
+    host.holders_of = {A: [holder(1, advert(A, rows=1 << 16))]}
+    host.wire.state = State.POSTED
+    host.want(engine, A, wait_s=1.0)
+    host.pass_time(0.6)
+    host.ended(lander)
+    assert outcome(host, "deadline") == 1
+    assert host.rates.expected_s((1).to_bytes(16, "big"), (1 << 16) * 128) == pytest.approx(0.6)
+
+
+def test_who_joins_a_hurried_read_may_wait_longer(host):
+    engine, lander = host.attach("scheduler", "x"), host.attach("lander", "x", 0)
+    host.wire.state = State.POSTED
+    host.want(engine, A, wait_s=0.5)
+    host.want(engine, A, wait_s=4.0)
+    host.pass_time(1.0)
+    host.ended(lander)
+    [late, landed] = sorted(answers(engine), key=lambda answer: answer.want)
+    assert (type(late), type(landed), landed.read in lander.landed) == (Missing, Landed, True)
+
+
 def test_what_has_landed_is_not_promised_to_those_who_came_after(host):
     """An instance that starts again beside what is left of it."""
     old, new = host.attach("scheduler", "x"), host.attach("scheduler", "x")

@@ -111,10 +111,13 @@ def test_an_inspection_that_is_too_long_says_what_it_leaves_out(ends, caplog, na
     assert "too long for one datagram to worker/1" in complaint.getMessage()
 
 
-def test_an_inspection_that_the_client_would_cut_off_is_shortened_too(ends):
+@pytest.mark.parametrize(
+    ("buffer", "names"), [(64 << 10, 10_000), (4 << 20, 50_000)], ids=["socket takes less", "client takes less"]
+)
+def test_an_inspection_is_shortened_for_the_socket_and_for_the_client(ends, buffer, names):
     outbox, link = ends
-    outbox._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    outbox.add(long_inspection(50_000, 10))
+    outbox._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+    outbox.add(long_inspection(names, 10))
     outbox.flush()
     [answer] = link.receive()
     assert answer.node["left_out"] == "peers"
@@ -122,6 +125,9 @@ def test_an_inspection_that_the_client_would_cut_off_is_shortened_too(ends):
 
 def test_what_is_too_long_and_cannot_be_shortened_is_lost_with_a_warning(ends, caplog):
     outbox, link = ends
+    outbox.add(long_inspection(100_000, 10))
+    outbox.flush()
+    assert link.receive()
     outbox.add(PeerCard(bytes(16), bytes(8 << 20)))
     outbox.add(Synced(1))
     outbox.flush()

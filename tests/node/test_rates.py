@@ -129,16 +129,40 @@ def test_a_spell_without_an_end_is_measured_all_the_same():
     assert rates.expected_s(ONE, 10 * MIB) == pytest.approx(0.1)
 
 
-def test_what_was_lost_measures_nothing():
+def test_a_spell_in_which_something_was_lost_measures_nothing():
     clock = Clock()
     rates = Rates(clock)
     one, other = rates.begun(ONE, clock.now), rates.begun(ONE, clock.now)
-    clock.now += 60.0
+    clock.now += 10.0
     one.lost()
+    clock.now += 0.001
+    other.done(16 * MIB)
     assert rates.expected_s(ONE, MIB) is None
-    clock.now += 0.1
-    other.done(MIB)
+    deliver(rates, ONE, MIB, 0.1)
     assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
+
+
+def test_a_spell_without_an_end_is_measured_again_after_a_loss():
+    clock = Clock()
+    rates = Rates(clock)
+    rates.begun(ONE, clock.now).lost()
+    lasting = rates.begun(ONE, clock.now)
+    rates.begun(ONE, clock.now).lost()
+    for _ in range(20):
+        deliver(rates, ONE, 10 * MIB, 0.1)
+    assert rates.expected_s(ONE, 10 * MIB) == pytest.approx(0.1)
+    lasting.lost()
+
+
+def test_a_small_read_behind_a_large_one_is_no_measure_of_the_latency():
+    clock = Clock()
+    rates = Rates(clock)
+    large, small = rates.begun(ONE, clock.now), rates.begun(ONE, clock.now)
+    clock.now += 1.9
+    small.done(64)
+    clock.now += 0.1
+    large.done(20 * MIB)
+    assert rates.measured() == [(ONE, Measured(None, pytest.approx(10 * MIB, rel=0.01)))]
 
 
 def test_what_was_measured_long_ago_is_forgotten():
@@ -152,6 +176,16 @@ def test_what_was_measured_long_ago_is_forgotten():
     assert rates.measured() == [(ONE, Measured(None, pytest.approx(MIB / 2.5)))]
     deliver(rates, ONE, MIB, 0.1)
     assert rates.expected_s(ONE, MIB) == pytest.approx(0.1), "one bad moment is not blended into what is true now"
+
+
+def test_what_was_measured_long_ago_is_told_and_not_counted_on():
+    clock = Clock()
+    rates = Rates(clock)
+    deliver(rates, ONE, 64, 0.5)
+    clock.now += 31
+    deliver(rates, ONE, MIB, 0.1)
+    assert rates.expected_s(ONE, MIB) == pytest.approx(0.1)
+    assert rates.measured() == [(ONE, Measured(0.5, pytest.approx(10 * MIB)))]
 
 
 def test_what_was_measured_is_told_as_far_as_it_was():

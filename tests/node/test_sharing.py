@@ -168,7 +168,7 @@ def test_an_encode_that_is_given_up_is_withdrawn_although_the_entry_was_fetched_
     scheduler.sync()
     of_it.store(A, b"x" * 128)
     fetching.has_landed(A)
-    holder.kill()
+    holder.process.terminate()
     until(lambda: reader.inspect().gauges["peers_ready"] == 1, "the holder to be gone")
     want = reader.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
     assert reader.expect(Pending, lambda m: m.want == want).why == "encoding"

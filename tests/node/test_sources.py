@@ -23,6 +23,7 @@ class Fleet:
     def __init__(self):
         self.holders = []
         self.asking = set()
+        self.unusable = set()
         self.now = 100.0
         self.rates = Rates(lambda: self.now)
         self.outstanding = {}
@@ -37,6 +38,8 @@ class Fleet:
 
     def get(self, incarnation):
         state = PeerState.ASKING if incarnation in self.asking else PeerState.READY
+        if incarnation in self.unusable:
+            state = PeerState.UNUSABLE
         return SimpleNamespace(state=state)
 
     def add(self, number, host="10.0.0.2", state=EntryState.RESIDENT):
@@ -128,6 +131,14 @@ def test_of_holders_that_disagree_the_one_comes_first_that_asks_for_the_least(fl
     fleet.holders.append((info, msgspec.structs.replace(advert, nbytes=1 << 40)))
     fleet.add(2, state=EntryState.DISK)
     assert fleet.order() == ["n2", "n1"]
+
+
+def test_who_was_waited_for_and_who_cannot_be_read_from_are_tried_in_vain(fleet):
+    _, silent, failed = (fleet.add(number) for number in (1, 2, 3))
+    fleet.rates.silent(silent)
+    fleet.rates.failed(failed)
+    fleet.unusable.add(fleet.add(4))
+    assert [fleet.sources.in_vain(holder) for holder in fleet.holders] == [False, True, False, True]
 
 
 def test_readers_spread_over_equal_holders():

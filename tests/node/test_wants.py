@@ -209,6 +209,30 @@ def test_another_holder_is_tried_after_one_that_was_waited_for_in_vain(rig):
     assert rig.wire.reads[-1][0] == (2).to_bytes(16, "big").hex()
 
 
+def test_what_another_host_computes_is_not_waited_for_where_to_encode_it_takes_less_time(rig):
+    rig.serve(NoDevices(), lambda session, message: rig.said.append((session.sid, message)), "cheaper")
+    rig.disk.let()
+    rig.encoders_of = {A: [holder(1, None)[0]]}
+    rig.encode_times.committed("i1", rows=100, nbytes=100 * 128, announced_at=0.0, now=0.1)
+    delivery = rig.rates.begun((1).to_bytes(16, "big"), rig.now)
+    rig.now += 0.1
+    delivery.done(1 << 20)
+    session = SimpleNamespace(sid=1, attach=SimpleNamespace(instance="i1", kind="tool"))
+
+    def ask(want, rows):
+        items = [WantItem(A, rows, can_encode=True)]
+        rig.wants.start(session, Want(want, items, 0, 60_000, 0, False), rig.now)
+        rig.until(lambda: not rig.staging.looking(A), now=rig.now)
+        return [message.reason for _, message in rig.answers() if message.want == want]
+
+    assert ask(1, 100) == []
+    delivery = rig.rates.begun((1).to_bytes(16, "big"), rig.now)
+    rig.now += 20.0
+    delivery.done(1 << 20)
+    assert ask(2, 100) == ["encode_is_cheaper"]
+    assert ask(3, 0) == [], "who does not say how large it is waits"
+
+
 @pytest.mark.parametrize("policy", ["always", "cheaper", "never"])
 def test_what_another_host_computes_is_waited_for_unless_it_would_not_be_fetched(rig, policy):
     rig.serve(NoDevices(), lambda session, message: rig.said.append((session.sid, message)), policy)

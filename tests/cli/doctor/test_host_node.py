@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ec_p2p.cli.doctor import host_node
 from ec_p2p.cli.doctor.finding import Level
-from tests.node.conftest import Fleet
+from tests.node.conftest import PATIENCE_S, Fleet
 
 
-def test_a_node_that_runs_and_one_that_is_stopped(fleet: Fleet) -> None:
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is to answer has the time."""
+    monkeypatch.setattr(host_node, "_ANSWER_S", PATIENCE_S)
+
+
+def test_a_node_that_runs_and_one_that_is_stopped(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     node = fleet.node("a")
     fleet.client(node)
     host = host_node.look(node.config)
@@ -17,6 +25,7 @@ def test_a_node_that_runs_and_one_that_is_stopped(fleet: Fleet) -> None:
     assert host_node.node(node.config, host).level is Level.OK
 
     node.freeze()
+    monkeypatch.setattr(host_node, "_ANSWER_S", 1.0)
     try:
         finding = host_node.node(node.config, host_node.look(node.config))
     finally:
