@@ -215,9 +215,12 @@ class Fetches:
                 if not self._still_wanted(fetch.identity) or now >= fetch.give_up_at:
                     self._give_up(fetch, "no_memory")
             elif fetch.stage is Stage.CONNECTING and now >= fetch.stage_deadline:
-                self._silent_holder(fetch, "connect_timeout", now)
+                self._rates.silent(fetch.source.incarnation)
+                self._failed_holder(fetch, "connect_timeout", now)
             elif fetch.stage is Stage.STAGING and now >= fetch.stage_deadline:
-                self._silent_holder(fetch, "stage_timeout", now)
+                # Not silent: a disk may be slow, and have brought the entry by the time that somebody asks again.
+                self._rates.failed(fetch.source.incarnation)
+                self._failed_holder(fetch, "stage_timeout", now)
             self._drive(fetch, now)
         self._transfers.turn(now)
         self._transfers.settle()
@@ -369,11 +372,6 @@ class Fetches:
             raise
 
     # -------------------------------------------------------- endings
-
-    def _silent_holder(self, fetch: Fetch, why: str, now: float) -> None:
-        """It has not answered in time."""
-        self._rates.silent(fetch.source.incarnation)
-        self._failed_holder(fetch, why, now)
 
     def _failed_holder(self, fetch: Fetch, why: str, now: float) -> None:
         self._counters.add("fetches", outcome=why, peer=fetch.source.name)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ec_p2p.control.messages import EntryState
 from ec_p2p.node.messages import Landed, Missing, Pending, Want, WantItem
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State
@@ -194,6 +195,19 @@ def test_who_was_waited_for_in_vain_is_not_waited_for_again(rig, silent):
     [(_, answer)] = rig.until_answered()
     assert (type(answer), answer.reason) == (Missing, "failed")
     assert len(rig.wire.reads) == (1 if silent == "to a READ" else 0)
+
+
+def test_a_holder_whose_disk_was_slow_is_asked_again(rig):
+    rig.disk.let()
+    rig.holders_of[A] = [holder(1, advert(state=EntryState.DISK))]
+    rig.want(A)
+    rig.turn(0.0)
+    rig.now = 2.1
+    rig.turn(rig.now)
+    assert (rig.answers(), len(rig.wire.asked)) == ([], 2)
+    rig.fetches.staged((1).to_bytes(16, "big"), A, advert(), rig.now)
+    [(_, answer)] = rig.until_answered()
+    assert type(answer) is Landed
 
 
 def test_another_holder_is_tried_after_one_that_was_waited_for_in_vain(rig):
