@@ -18,17 +18,17 @@ import zmq
 
 from ec_p2p.cli.doctor.finding import Finding, Level, note, ok, problem
 from ec_p2p.cli.doctor.library_words import warnings_in, write_to
+from ec_p2p.cli.doctor.ports import LOOPBACK, bind_host
 from ec_p2p.cli.ending import end_with_starter
 from ec_p2p.cli.words import size
-from ec_p2p.config import Config, ConfigError
-from ec_p2p.node.network import hosts, interconnect_of
+from ec_p2p.config import Config
+from ec_p2p.node.network import interconnect_of
 from ec_p2p.transport import Span, State, Transport, chosen_kind, open_transport
 
 _BYTES = 16 << 20
 _SMALL = 64
 _ROUNDS = 20
 _PATIENCE_S = 20.0
-_LOOPBACK = "127.0.0.1"
 _SLOW = 125e6
 """Bytes a second. A busy machine of two cores does several times this, whatever the transport."""
 _LOG_LEVELS = {"UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
@@ -170,7 +170,7 @@ def _open(config: Config, role: str, memory: mmap.mmap) -> Transport:
         _BYTES,
         context=zmq.Context(),
         bind_host=_bind_host(config),
-        advertise_host=_LOOPBACK,
+        advertise_host=LOOPBACK,
         interconnect=interconnect_of(config),
     )
     transport.register(0, _BYTES)
@@ -181,11 +181,8 @@ def _bind_host(config: Config) -> str:
     """NIXL's as the node's, since UCX may use nothing but the loopback device where that is the loopback. ZMQ's need
     not be open to others, if only for a moment."""
     if chosen_kind(config.transport) != "nixl":
-        return _LOOPBACK
-    try:
-        return hosts(config)[1]
-    except ConfigError:  # another finding says so
-        return _LOOPBACK
+        return LOOPBACK
+    return bind_host(config) or LOOPBACK
 
 
 def _time(transport: Transport, nbytes: int) -> float:

@@ -18,6 +18,16 @@ from ec_p2p.config import Config, ConfigError
 from ec_p2p.control.sockets import Context, open_socket
 from ec_p2p.node.network import hosts
 
+LOOPBACK = "127.0.0.1"
+
+
+def bind_host(config: Config) -> str:
+    """What the node's sockets bind to; empty where that cannot be told, of which another finding says why."""
+    try:
+        return hosts(config)[1]
+    except ConfigError:
+        return ""
+
 
 class Bound(NamedTuple):
     """Why a port cannot be bound; None: it can, or need not be."""
@@ -38,7 +48,7 @@ def bind(config: Config, host: HostNode) -> Bound:
         opened.callback(context.destroy, linger=0)
         of_peers = of_directory = of_publications = of_metrics = None
         if config.peer_port not in (0, peer):
-            of_peers = _try_zmq(opened, context, _bind_host(config), config.peer_port)
+            of_peers = _try_zmq(opened, context, bind_host(config) or LOOPBACK, config.peer_port)
         if not config.directory and config.embedded_directory:
             of_directory = _try_zmq(opened, context, config.ec_ip, config.ec_port)
             if of_directory is None:
@@ -49,7 +59,8 @@ def bind(config: Config, host: HostNode) -> Bound:
 
 
 def peer_port(config: Config, host: HostNode, bound: Bound) -> Finding:
-    return _finding("peer_port", config.peer_port, _bind_host(config), bound.peer, host, "the node does not start")
+    at = bind_host(config) or LOOPBACK
+    return _finding("peer_port", config.peer_port, at, bound.peer, host, "the node does not start")
 
 
 def metrics_port(config: Config, host: HostNode, bound: Bound) -> Finding:
@@ -86,13 +97,6 @@ def _held_by(host: HostNode) -> tuple[int, int]:
         return 0, 0
     node = host.answer.node
     return int(node["address"].rpartition(":")[2]), int(node["metrics_port"])
-
-
-def _bind_host(config: Config) -> str:
-    try:
-        return hosts(config)[1]
-    except ConfigError:  # another finding says so
-        return "127.0.0.1"
 
 
 def _try_zmq(opened: ExitStack, context: Context, host: str, port: int) -> OSError | None:

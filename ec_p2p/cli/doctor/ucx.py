@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.doctor.loopback import Attempt
-from ec_p2p.config import Config, ConfigError
-from ec_p2p.node.network import hosts, is_loopback
+from ec_p2p.cli.doctor.ports import bind_host
+from ec_p2p.config import Config
+from ec_p2p.node.network import is_loopback
 from ec_p2p.transport import chosen_kind
 
 _SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "xpmem", "knem"}
@@ -87,13 +88,6 @@ def _shown(config: Config, environment: Mapping[str, str]) -> str:
     if config.ucx_tls:
         found["UCX_TLS"] = config.ucx_tls
     shown = [f"{name}={value}" for name, value in sorted(found.items())]
-    if "UCX_NET_DEVICES" not in found and _binds_to_loopback(config):
+    if "UCX_NET_DEVICES" not in found and is_loopback(bind_host(config)):
         shown.append("UCX_NET_DEVICES=lo (set by the node, as it binds to a loopback address: bind_host, ec_ip)")
     return ", ".join(shown) or "nothing set"
-
-
-def _binds_to_loopback(config: Config) -> bool:
-    try:
-        return is_loopback(hosts(config)[1])
-    except ConfigError:  # another finding says so
-        return False
