@@ -36,13 +36,6 @@ def add_following_arguments(parser: argparse.ArgumentParser) -> None:
     """Which directories, and how long to wait for them."""
     add_arguments(parser)
     parser.add_argument(
-        "--directory",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="a directory, such as tcp://10.0.0.1:14579; may be given several times (default: as configured)",
-    )
-    parser.add_argument(
         "--timeout",
         type=float,
         default=5.0,
@@ -56,10 +49,7 @@ def config_of(args: argparse.Namespace) -> Config:
     logging.basicConfig(level=logging.WARNING, format=f"ec-p2p {args.command}: %(message)s", stream=sys.stderr)
     if not 0 < args.timeout < math.inf:
         raise ConfigError(f"--timeout={args.timeout!r}; accepted: a positive number of seconds")
-    settings = settings_of(args)
-    if args.directory:
-        settings["directory"] = args.directory
-    return explain_ec_engine_config(settings, origin=ORIGIN).config
+    return explain_ec_engine_config(settings_of(args), origin=ORIGIN).config
 
 
 class Following:

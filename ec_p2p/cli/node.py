@@ -24,13 +24,6 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("node", help="run this host's node")
     add_arguments(parser)
     parser.add_argument(
-        "--directory",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="a directory, as in the setting of this name; may be given several times",
-    )
-    parser.add_argument(
         "--exactly", action="store_true", help="take no setting from a configuration file or from the environment"
     )
     parser.add_argument(
@@ -42,8 +35,6 @@ def add_parser(subparsers: Any) -> None:
 def read_settings(args: argparse.Namespace) -> Config:
     """The configuration of this node. Raises ConfigError."""
     settings = settings_of(args)
-    if args.directory:
-        settings["directory"] = args.directory
     if args.exactly or args.spawned:
         # Whoever starts a node leaves out what is at its default: another value must not come in from elsewhere.
         return make_config(settings)

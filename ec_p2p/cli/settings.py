@@ -1,4 +1,4 @@
-"""Settings on a command line: `--settings`, `--set`, `--name`.
+"""Settings on a command line: `--settings`, `--set`, `--name`, `--directory`.
 
 Owns how the words become settings, in rising precedence; whether they are accepted is the configuration's business.
 """
@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting; may be given several times"
     )
+    parser.add_argument(
+        "--directory",
+        action="append",
+        default=[],
+        metavar="ENDPOINT",
+        help="a directory, such as tcp://10.0.0.1:14579; may be given several times (default: as configured)",
+    )
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -41,4 +48,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
             settings[key] = text  # plain words need no quotes
     if args.name:
         settings["node_name"] = args.name
+    if args.directory:
+        settings["directory"] = args.directory
     return settings

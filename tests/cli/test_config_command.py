@@ -37,6 +37,12 @@ def test_every_setting_is_printed_with_its_value_and_its_source(file):
     assert len({row.index(printed[row.split()[0]][1]) for row in rows}) == 1, "the sources stand below each other"
 
 
+def test_directories_may_be_named_as_for_other_commands():
+    done = run("config", "--directory", "tcp://a:1", "--directory", "tcp://b:2")
+    [row] = [row for row in done.stdout.splitlines() if row.startswith("directory ")]
+    assert row.split(maxsplit=2) == ["directory", "tcp://a:1,tcp://b:2", "command line: directory"]
+
+
 def test_as_json_for_programs(file):
     done = run("config", "--json", "--settings", '{"directory": ["tcp://a:1"]}', LMCACHE_CONFIG_FILE=file)
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,13 +19,6 @@ from ec_p2p.transport import chosen_kind
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="look at this machine and say what is wrong")
     add_arguments(parser)
-    parser.add_argument(
-        "--directory",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="a directory, as in the setting of this name; may be given several times",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -33,10 +26,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """1 when there is a problem."""
     logging.basicConfig(level=logging.ERROR, format="ec-p2p doctor: %(message)s", stream=sys.stderr)
-    settings = settings_of(args)
-    if args.directory:
-        settings["directory"] = args.directory
-    config = explain_ec_engine_config(settings, origin=ORIGIN).config
+    config = explain_ec_engine_config(settings_of(args), origin=ORIGIN).config
     findings = []
     for finding in examine(config):
         findings.append(finding)
