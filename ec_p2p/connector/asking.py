@@ -23,6 +23,8 @@ GRACE_S = 1.0
 """The node keeps a want's deadline itself; this much later we stop believing that it lives."""
 RETRY_S = 0.1
 """Between two tries for an item without media that may yet turn up."""
+ON_ITS_WAY_S = 1.0
+"""An output that is encoded now may not have reached the node for this long: a no to a check says nothing about it."""
 REMEMBERED = 65536
 """Identities of which we remember what the node has last said."""
 OPEN_CHECKS = 64
@@ -65,6 +67,8 @@ class Asking:
         self._leases = Leases()
         self._held: dict[bytes, bool] = {}
         """What the node has last said of an entry: that it holds it, or that its save was skipped."""
+        self._on_its_way: dict[bytes, float] = {}
+        """When the encode of an entry began, oldest first, until the node says what became of it."""
         self._heard_at = clock()
         self._silent = False
         self.not_in_node: dict[str, bytes] = {}
@@ -132,8 +136,13 @@ class Asking:
 
     def announce(self, identities: Sequence[bytes]) -> None:
         """Tell others that these are being encoded here."""
+        now = self._clock()
+        self._end_of_the_way(now)
         if identities:
             self._client.encoding(identities)
+            for identity in identities:
+                self._on_its_way.pop(identity, None)
+                self._on_its_way[identity] = now
 
     def is_held(self, identity: bytes) -> bool:
         """Whether the node has told us that it holds this entry. It may have evicted it since."""
@@ -282,7 +291,8 @@ class Asking:
             return
         want, item = found
         if want.check:
-            if missing.reason == "no_source":
+            self._end_of_the_way(self._clock())
+            if missing.reason == "no_source" and item.identity not in self._on_its_way:
                 self._held.pop(item.identity, None)
                 self.not_in_node[item.identifier] = item.identity
         elif item.state is State.WANTED:
@@ -308,13 +318,20 @@ class Asking:
             lease.item.checked = False
             lease.item.apply(Event.VOIDED)
         self._held.clear()
+        self._on_its_way.clear()
         self._silent = False
 
     def _note(self, identity: bytes, held: bool) -> None:
+        self._on_its_way.pop(identity, None)
         self._held.pop(identity, None)
         self._held[identity] = held
         if len(self._held) > REMEMBERED:
             del self._held[next(iter(self._held))]
+
+    def _end_of_the_way(self, now: float) -> None:
+        """A save of which nothing is heard by now may have met no node."""
+        while self._on_its_way and now - next(iter(self._on_its_way.values())) >= ON_ITS_WAY_S:
+            del self._on_its_way[next(iter(self._on_its_way))]
 
     def _release(self, incarnation: bytes, lease: int) -> None:
         if incarnation == self._client.incarnation:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ec_p2p.config import make_config
-from ec_p2p.connector.asking import GRACE_S
+from ec_p2p.connector.asking import GRACE_S, ON_ITS_WAY_S
 from ec_p2p.connector.counts import Counts
 from ec_p2p.connector.media import MediaFields
 from ec_p2p.connector.scheduler import SchedulerSide
@@ -737,9 +737,20 @@ def test_a_running_batch_is_not_held_up_by_an_old_fetch(harness, node, clock):
 # ---------------------------------------------------------------- producers
 
 
-def test_a_resident_item_that_the_node_lost_is_published_again(harness, node):
+def test_an_output_on_its_way_to_the_node_is_not_published_twice(harness, node):
+    """The check of the next step may be faster than the worker's save."""
     h = harness("ec_producer")
     h.schedule(request("a"))
+    assert h.schedule(request("a")).saves_resident == {}
+    node.inbox.append(Saved(identity_of("a"), 80))
+    h.end()
+    assert h.schedule(request("a")).saves_resident == {"a": identity_of("a")}  # it was saved and is gone again
+
+
+def test_a_resident_item_that_the_node_lost_is_published_again(harness, node, clock):
+    h = harness("ec_producer")
+    h.schedule(request("a"))
+    clock.now += ON_ITS_WAY_S
     step = h.schedule(request("a"))  # vLLM has it, the node does not
     assert step.saves_resident == {"a": identity_of("a")}
     node.holds = {"a": 10}
@@ -758,9 +769,10 @@ def test_a_consumer_publishes_nothing(harness, node):
     assert node.told("encoding") == []
 
 
-def test_any_number_of_requests_may_rest_on_vllms_cache(harness, node):
+def test_any_number_of_requests_may_rest_on_vllms_cache(harness, node, clock):
     h = harness("ec_producer")
     h.schedule(request("a"))
+    clock.now += ON_ITS_WAY_S
     node.holds = {"a": 10}
     crowd = [request("a") for _ in range(200)]
     for r in crowd:
@@ -776,6 +788,7 @@ def test_any_number_of_requests_may_rest_on_vllms_cache(harness, node):
 def test_a_check_holds_nothing_up_and_is_not_lost(harness, node, clock):
     h = harness("ec_producer", inline_wait_s=0.003)
     h.schedule(request("a"))
+    clock.now += ON_ITS_WAY_S
     node.frozen = True
     r = request("a")
     assert h.ensure(r)

@@ -11,6 +11,8 @@ from fleet import Server
 from metrics import Metrics
 from processes import until
 
+from tests.e2e.rig import PATIENCE_S
+
 ROUNDING = 0.04
 """Of a logprob: two ranks in bfloat16 were seen to differ from one by 0.016, another image to make 0.05 to 0.5."""
 
@@ -66,4 +68,8 @@ class Change:
                 "encoder_cache": change.total("vllm:ec_p2p_lookups_total", outcome="encoder_cache"),
             }
 
-        until(lambda: {**counts(), **expected} == counts(), f"{self.server.name} to count {expected}", timeout_s=15)
+        until(
+            lambda: {**counts(), **expected} == counts(),
+            f"{self.server.name} to count {expected}",
+            timeout_s=PATIENCE_S,
+        )

@@ -29,6 +29,8 @@ from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Inspect, Inspection, Landed, Missing, WantItem
 
 _HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+"""For what takes a moment, on a machine that is busy with other things."""
 FORKED_SERVER = (sys.executable, str(_HERE / "forked_server.py"))
 
 
@@ -83,7 +85,9 @@ def kill_node(run: Run, host: Host) -> None:
     """SIGKILL, and wait until it is gone."""
     for pid in node_pids(run, host):
         os.kill(pid, signal.SIGKILL)
-        until(lambda gone=pid: gone not in procfs.living(), f"the end of the node of {host.label}", timeout_s=10)
+        until(
+            lambda gone=pid: gone not in procfs.living(), f"the end of the node of {host.label}", timeout_s=PATIENCE_S
+        )
 
 
 @contextmanager
@@ -91,7 +95,7 @@ def looking_into(fleet: Fleet, host: Host) -> Iterator[NodeClient]:
     """Attach to the node of a host as a tool."""
     settings = {"node_name": host.node_name, "ec_ip": "127.0.0.1", "ec_port": fleet.ec_port, "spawn_node": False}
     with NodeClient(make_config(settings), "tool", "tests") as client:
-        assert client.attach(timeout_s=10), f"no node on {host.label}"
+        assert client.attach(timeout_s=PATIENCE_S), f"no node on {host.label}"
         yield client
 
 
@@ -115,7 +119,7 @@ def entry_bytes(client: NodeClient, identity: bytes) -> bytes | None:
 
 
 def _answer(client: NodeClient, kind: Any, is_it: Any) -> Any:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for message in client.poll(0.2):
             if isinstance(message, kind) and is_it(message):

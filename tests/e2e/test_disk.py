@@ -13,7 +13,7 @@ from fleet import Fleet, Server
 from processes import until
 
 from tests.e2e.counting import Change, salted, same
-from tests.e2e.rig import encode, inspect, kill_node, looking_into, node_pids
+from tests.e2e.rig import PATIENCE_S, encode, inspect, kill_node, looking_into, node_pids
 
 Image = Callable[..., str]
 
@@ -33,16 +33,16 @@ def test_a_restarted_node_serves_other_hosts_from_its_disk(
     images = [fresh_image(), fresh_image(width=500)]
     hint = encode(producer.url, chat_body("encode", images))
     with looking_into(own, first) as node:
-        until(lambda: inspect(node).counters.get("disk_writes") == 2, "two files", timeout_s=20)
+        until(lambda: inspect(node).counters.get("disk_writes") == 2, "two files", timeout_s=PATIENCE_S)
     producer.process.kill()
     kill_node(own.run, first)
     assert node_pids(own.run, first) == []
     extra = {**connector["ec_connector_extra_config"], "ec_ip": "127.0.0.1", "ec_port": own.ec_port}
     command = [sys.executable, "-m", "ec_p2p.cli", "node", "--name", first.node_name, "--settings", json.dumps(extra)]
     own.run.start("node-alone", command, {})
-    until(lambda: node_pids(own.run, first), "the node to start", timeout_s=30)
+    until(lambda: node_pids(own.run, first), "the node to start", timeout_s=PATIENCE_S)
     with looking_into(own, first) as node:
-        until(lambda: inspect(node).gauges["peers_ready"] == 1, "the nodes to know each other", timeout_s=30)
+        until(lambda: inspect(node).gauges["peers_ready"] == 1, "the nodes to know each other", timeout_s=PATIENCE_S)
     # The hint has the consumer wait until its node has heard of the new one's folder, and of the old one's end.
     change, body = Change(consumer), salted("from a disk", *images, ec_transfer_params=hint)
     same(ask(consumer.url, body), plain, body)
@@ -63,7 +63,7 @@ def test_an_engine_and_its_node_restart_together_and_are_warm(
     own.wait_ready([server])
     ask(server.url, salted("before", image))
     with looking_into(own, host) as node:
-        until(lambda: inspect(node).counters.get("disk_writes") == 1, "one file", timeout_s=20)
+        until(lambda: inspect(node).counters.get("disk_writes") == 1, "one file", timeout_s=PATIENCE_S)
     server.process.kill()
     kill_node(own.run, host)
     again = own.server("after", host, connector)

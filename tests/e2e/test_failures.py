@@ -14,7 +14,7 @@ from processes import Run, until
 
 from ec_p2p.identity import entry_identity
 from tests.e2e.counting import Change, salted, same
-from tests.e2e.rig import FORKED_SERVER, encode, entry_bytes, kill_node, looking_into, node_pids, post
+from tests.e2e.rig import FORKED_SERVER, PATIENCE_S, encode, entry_bytes, kill_node, looking_into, node_pids, post
 
 Image = Callable[..., str]
 
@@ -90,7 +90,7 @@ def test_an_item_is_still_there_after_the_producer_forgot_it(pair: Pair, plain: 
     until(
         lambda: change.now().total("vllm:ec_p2p_local_encodes_total") in (1, 2),
         "one encode, or two",
-        timeout_s=15,
+        timeout_s=PATIENCE_S,
     )
     change, body = Change(pair.consumer), salted("and fetched", image)
     same(ask(pair.consumer.url, body), plain, body)
@@ -110,7 +110,7 @@ def test_an_item_the_node_lost_is_published_again(pair: Pair, plain: Server, fre
         change.settles(answered=1)
         return change.now().total("vllm:ec_p2p_local_encodes_total") == 0
 
-    until(fetched, "the item to be published again", timeout_s=60)
+    until(fetched, "the item to be published again", timeout_s=PATIENCE_S)
     assert node_pids(pair.fleet.run, pair.producer_host)
 
 
@@ -138,7 +138,7 @@ def test_a_consumer_outlives_its_node(pair: Pair, plain: Server, fresh_image: Im
     kill_node(pair.fleet.run, pair.consumer_host)
     body = salted("without a node", fresh_image())
     same(ask(pair.consumer.url, body), plain, body)
-    until(lambda: fetches(pair, plain, fresh_image()), "the consumer to fetch through a new node", timeout_s=60)
+    until(lambda: fetches(pair, plain, fresh_image()), "the consumer to fetch through a new node", timeout_s=PATIENCE_S)
 
 
 def test_a_frozen_node_costs_a_deadline_and_nothing_else(pair: Pair, plain: Server, fresh_image: Image) -> None:
@@ -154,7 +154,9 @@ def test_a_frozen_node_costs_a_deadline_and_nothing_else(pair: Pair, plain: Serv
 def test_producer_and_node_killed_between_advert_and_fetch(pair: Pair, plain: Server, fresh_image: Image) -> None:
     lost = fresh_image()
     encode(pair.producer.url, chat_body("encode", [lost]))
-    until(lambda: fetches(pair, plain, fresh_image()), "the adverts to arrive", timeout_s=60)  # in order: the first too
+    until(
+        lambda: fetches(pair, plain, fresh_image()), "the adverts to arrive", timeout_s=PATIENCE_S
+    )  # in order: the first too
     pair.producer.process.kill()
     kill_node(pair.fleet.run, pair.producer_host)
     change, body = Change(pair.consumer), salted("lost", lost)

@@ -12,7 +12,7 @@ from processes import until
 from ec_p2p.cli.following import Following
 from ec_p2p.config import make_config
 from tests.e2e.counting import Change, salted, same_but_for_rounding
-from tests.e2e.rig import encode, entry_bytes, inspect, looking_into
+from tests.e2e.rig import PATIENCE_S, encode, entry_bytes, inspect, looking_into
 
 Image = Callable[..., str]
 
@@ -30,7 +30,7 @@ def counted(fleet: Fleet, host: Host, counter: str) -> int:
 
 
 def settles(fleet: Fleet, host: Host, counter: str, value: int) -> None:
-    until(lambda: counted(fleet, host, counter) >= value, f"{value} {counter} on {host.label}", timeout_s=15)
+    until(lambda: counted(fleet, host, counter) >= value, f"{value} {counter} on {host.label}", timeout_s=PATIENCE_S)
     assert counted(fleet, host, counter) == value
 
 
@@ -89,7 +89,7 @@ def test_two_ranks_land_on_their_own_devices(own: Fleet, fresh_image: Image) -> 
     settles(own, other, "device_reads", 2)
     assert counted(own, other, "fetches") == 0, "nothing has passed through the node"
     assert told(own, other)[0] == []
-    until(lambda: not device_entries(own, other), "the devices' memory to be free", timeout_s=15)
+    until(lambda: not device_entries(own, other), "the devices' memory to be free", timeout_s=PATIENCE_S)
 
     change = Change(in_arena)
     assert ask(in_arena.url, salted("two images", *images)).text == answer.text

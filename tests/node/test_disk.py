@@ -174,7 +174,8 @@ def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fle
 
 
 def test_a_shared_folder_is_looked_into_when_every_holder_has_failed(zmq_fleet, folder):
-    """A holder that is gone may have left the entry there, and nobody has told this node so."""
+    """A holder that is ill may have left the entry there, and nobody has told this node so. One that is dead may be
+    known to be: nothing would be tried with it."""
     others = {"local_disk": str(folder), "node_timeout_s": 60.0}
     reader = zmq_fleet.client(zmq_fleet.node("b", **others))
     until(lambda: reader.inspect().gauges["disk_entries"] == 0, "the scan of the empty folder")
@@ -184,7 +185,7 @@ def test_a_shared_folder_is_looked_into_when_every_holder_has_failed(zmq_fleet, 
     written(writer)
     writer.store(B, payload(2))
     reader.has_landed(B)
-    first.kill()
+    first.freeze()
     answer = the_only(reader.want(A, wait_s=PATIENCE_S))
     assert (answer.source, reader.bytes_of(answer)) == ("disk", payload(1))
     assert sum(count for name, count in reader.inspect().counters.items() if name.startswith("fetches{")) >= 2
