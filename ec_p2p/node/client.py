@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame, encode
 from ec_p2p.engine.arena import Arena
+from ec_p2p.node import figures
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.link import Link, hail, hear_answer
 from ec_p2p.node.messages import (
@@ -190,10 +191,10 @@ class NodeClient:
         self._warned = False
         self._failing_since = 0.0
         logger.info(
-            "attached to node %s (incarnation %s, /metrics on port %d)",
+            "attached to node %s (incarnation %s, %s)",
             answer.node_name,
             answer.incarnation.hex()[:8],
-            answer.metrics_port,
+            figures.where(answer.metrics_port),
         )
 
     def _not_attached(self, now: float, error: Exception) -> None:

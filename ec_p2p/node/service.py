@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ec_p2p.config import Config
+from ec_p2p.node import figures
 from ec_p2p.node.loop import Loop, Part
 from ec_p2p.node.wiring import Wiring
 
@@ -41,13 +42,13 @@ class Node:
         """Serve until `stop`, or until a spawned node has been lonely for long enough; then close."""
         wired = self.wiring
         logger.info(
-            "node %s: incarnation %s, transport %s, peers at %s, arena %d MiB, /metrics on port %d",
+            "node %s: incarnation %s, transport %s, peers at %s, arena %d MiB, %s",
             self.config.name,
             wired.info.incarnation.hex()[:8],
             wired.transport.kind,
             wired.info.address,
             wired.arena.nbytes >> 20,
-            wired.metrics.port,
+            figures.where(wired.metrics.port),
         )
         # From now on: coming up may take longer than a short grace.
         self._lonely_since = time.monotonic()

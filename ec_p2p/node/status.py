@@ -16,6 +16,7 @@ from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Series, Tally
+from ec_p2p.node import figures
 from ec_p2p.node.counters import flat
 from ec_p2p.node.device_reads import DeviceReads
 from ec_p2p.node.directory_links import DirectoryLinks
@@ -85,7 +86,8 @@ class Status:
 
     def sources(self) -> list[Source]:
         """For /metrics: this node's, and those of the directory that it hosts, if it does."""
-        return [Source("ec_p2p_node", "ec-p2p node", self.counts, self._all_gauges, {}), *self.links.hosted_figures]
+        own = Source(figures.PREFIX, figures.TITLE, self._all_counts, self._all_gauges, figures.HELP)
+        return [own, *self.links.hosted_figures]
 
     def health(self) -> tuple[bool, str]:
         """For /healthz. A node without a directory is well: it serves this host, and starting it anew helps nobody."""
@@ -94,13 +96,16 @@ class Status:
         return healthy, f"{text}\ndirectories that answer: {answering} of {all_of_them}"
 
     def counts(self) -> dict[Series, float]:
-        """What has happened so far."""
+        """What has happened so far; what has not is left out."""
         own: dict[Series, float] = {}
         if self.gate is not None:
             own["keys_refused", ()] = self.gate.refused
         if self.transport.bad_frames:
             own["bad_frames", (("socket", "transport"),)] = self.transport.bad_frames
         return self.counters.values() | self.storage.counts() | own
+
+    def _all_counts(self) -> dict[Series, float]:
+        return {(name, ()): 0.0 for name in figures.PLAIN_COUNTS} | self.counts()
 
     def _all_gauges(self) -> dict[Series, float]:
         return self.gauges() | self._gauges_of_peers()

@@ -172,7 +172,7 @@ class Wants:
     def failed(self, identity: bytes, reason: str, now: float) -> None:
         """A fetch has failed: by its holders, which leaves other ways, or for good."""
         waiters = self._waiters_for_the_arena(identity)
-        holders = self._sources.holders(identity) if waiters else []
+        holders = self._sources.holders(identity) if waiters and reason == "failed" else []
         in_vain = bool(holders) and all(map(self._sources.in_vain, holders))
         for waiting, index in waiters:
             if reason == "failed":
