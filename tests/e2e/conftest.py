@@ -1,7 +1,8 @@
 """Fleets for the end-to-end tests.
 
-`fleet` and `plain` live for the whole session: use images of your own (`fresh_image`), and compare metrics before and
-after. A test that kills or configures servers takes `own`, an empty fleet that ends with the test.
+`fleet` and `plain` live as long as the tests of this folder, and no longer, to leave the machine to the others: use
+images of your own (`fresh_image`), and compare metrics before and after. A test that kills or configures servers takes
+`own`, an empty fleet that ends with the test.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-@pytest.fixture(scope="session")
-def session_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+@pytest.fixture(scope="package")
+def lasting_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with Run(tmp_path_factory.mktemp("fleet")) as run:
         yield run
 
 
-@pytest.fixture(scope="session")
-def model(session_run: Run) -> Path:
+@pytest.fixture(scope="package")
+def model(lasting_run: Run) -> Path:
     """The tiny Idefics3: 128 wide, 64 rows a tile."""
-    return build_model(session_run.tmp / "model")
+    return build_model(lasting_run.tmp / "model")
 
 
-@pytest.fixture(scope="session")
-def session_fleet(session_run: Run, model: Path) -> Fleet:
-    """Starts further pieces that live as long as the session."""
-    return Fleet(session_run, model, FORKED_SERVER, caches=session_run.tmp / "vllm")
+@pytest.fixture(scope="package")
+def lasting_fleet(lasting_run: Run, model: Path) -> Fleet:
+    """Starts further pieces that live as long as it."""
+    return Fleet(lasting_run, model, FORKED_SERVER, caches=lasting_run.tmp / "vllm")
 
 
-@pytest.fixture(scope="session")
-def plain(session_fleet: Fleet) -> Server:
+@pytest.fixture(scope="package")
+def plain(lasting_fleet: Fleet) -> Server:
     """A vLLM without a connector, to compare with."""
-    server = session_fleet.server("plain")
-    session_fleet.wait_ready([server])
+    server = lasting_fleet.server("plain")
+    lasting_fleet.wait_ready([server])
     return server
 
 
-@pytest.fixture(scope="session")
-def fleet(session_fleet: Fleet, plain: Server) -> DemoFleet:
+@pytest.fixture(scope="package")
+def fleet(lasting_fleet: Fleet, plain: Server) -> DemoFleet:
     """The demo's fleet. After `plain`, which fills the caches that make its servers start faster."""
-    return start_demo_fleet(session_fleet)
+    return start_demo_fleet(lasting_fleet)
 
 
 @pytest.fixture
-def own(tmp_path: Path, model: Path, session_fleet: Fleet, plain: Server) -> Iterator[Fleet]:
+def own(tmp_path: Path, model: Path, lasting_fleet: Fleet, plain: Server) -> Iterator[Fleet]:
     """A fleet of the test's own, still empty."""
     with Run(tmp_path / "fleet") as run:
-        yield Fleet(run, model, FORKED_SERVER, caches=session_fleet.caches)
+        yield Fleet(run, model, FORKED_SERVER, caches=lasting_fleet.caches)
 
 
 @pytest.fixture

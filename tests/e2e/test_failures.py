@@ -51,9 +51,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, session_fleet: Fleet, plain: Server) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, lasting_fleet: Fleet, plain: Server) -> Iterator[Pair]:
     with Run(tmp_path_factory.mktemp("pair")) as run:
-        yield Pair(Fleet(run, model, FORKED_SERVER, caches=session_fleet.caches))
+        yield Pair(Fleet(run, model, FORKED_SERVER, caches=lasting_fleet.caches))
 
 
 def fetches(pair: Pair, plain: Server, image: str) -> bool:
