@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import zmq
+from processes import free_port, until
 
 from ec_p2p.control.directories import announce_to, replicate
 from ec_p2p.control.directory import Directory
@@ -18,7 +22,9 @@ from ec_p2p.control.sockets import Context
 from ec_p2p.control.view import View
 from tests.control.valkey_process import ValkeyProcess
 
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
+NEVER_S = 3600.0
+"""A time that does not pass in a test, on the busiest machine: for whoever must not be taken for silent."""
 
 
 class Served(Protocol):
@@ -39,7 +45,9 @@ class ZmqDirectory:
     """A directory over ZMQ."""
 
     def __init__(self, endpoint: str = "", node_timeout_s: float = 1.0) -> None:
-        self.directory = Directory(endpoint or "tcp://127.0.0.1:0", node_timeout_s=node_timeout_s, heartbeat_s=0.1)
+        # A port that the system gives to nobody else before this directory has come back.
+        endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
+        self.directory = Directory(endpoint, node_timeout_s=node_timeout_s, heartbeat_s=0.1)
         self.directory.start()
         self.endpoint = self.directory.endpoint
 
@@ -70,7 +78,7 @@ class Loop:
         self._exit.callback(self.context.term)
 
     def directory(self, bind: str = "tcp://127.0.0.1:0", **options: Any) -> Directory:
-        directory = self._exit.enter_context(Directory(bind, **options))
+        directory = self._exit.enter_context(Directory(bind, **{"node_timeout_s": NEVER_S, **options}))
         directory.start()
         return directory
 
@@ -123,6 +131,21 @@ class Loop:
 
     def close(self) -> None:
         self._exit.close()
+
+
+def opened() -> set[object]:
+    """The threads of this process, and its sockets and other files without a path."""
+    found: set[object] = set(threading.enumerate())
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that the folder was listed with
+            link = os.readlink(path)
+            found |= set() if link.startswith("/") else {(path.name, link)}
+    return found
+
+
+def await_closed(before: set[object]) -> None:
+    """Wait until of what is `opened` nothing is left but what was before. Of that, some may be gone, too."""
+    until(lambda: not opened() - before, "what was opened to be closed", PATIENCE_S)
 
 
 def node(number: int, *, life: int = 0, address: str = "") -> NodeInfo:

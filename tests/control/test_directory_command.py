@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.control.harness import Loop, advert, node
+from tests.control.harness import PATIENCE_S, Loop, advert, node
 from tests.control.test_exposition import figures, get
 
 PROGRAM = """
@@ -57,7 +57,7 @@ def test_it_serves_until_a_signal_and_ends_cleanly(loop: Loop, start: Start, sig
     announcer.store(advert(1))
     loop.until(lambda: replica.lookup(advert(1).identity))
     process.send_signal(signum)
-    _, rest = process.communicate(timeout=20)
+    _, rest = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "Traceback" not in rest
 
@@ -89,7 +89,7 @@ def test_a_stopped_directory_is_survived_and_followed_again(loop: Loop, start: S
 )
 def test_what_cannot_be_used_is_named(start: Start, arguments: list[str], named: str) -> None:
     process = start(*arguments)
-    _, printed = process.communicate(timeout=20)
+    _, printed = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert named in printed
     assert "Traceback" not in printed
@@ -98,14 +98,14 @@ def test_what_cannot_be_used_is_named(start: Start, arguments: list[str], named:
 def test_a_taken_port_is_named(loop: Loop, start: Start) -> None:
     taken: Any = loop.directory()
     process = start("--bind", taken.endpoint)
-    _, printed = process.communicate(timeout=20)
+    _, printed = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert "Address already in use" in printed
     assert taken.endpoint in printed
 
 
 def test_it_says_where_its_figures_are(start: Start) -> None:
-    process = start("--bind", "tcp://127.0.0.1:0", "--node-timeout", "1.5")
+    process = start("--bind", "tcp://127.0.0.1:0", "--node-timeout", str(PATIENCE_S))
     endpoint_of(process)
     assert process.stderr
     line = process.stderr.readline()
@@ -119,5 +119,5 @@ def test_it_serves_no_figures_where_none_are_wanted(start: Start) -> None:
     process = start("--bind", "tcp://127.0.0.1:0", "--metrics-port", "-1")
     endpoint_of(process)
     process.terminate()
-    _, rest = process.communicate(timeout=20)
+    _, rest = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "metrics" in rest) == (0, False)

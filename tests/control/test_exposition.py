@@ -20,12 +20,12 @@ from ec_p2p.control.exposition import Exposition, Health, Source
 from ec_p2p.control.messages import Advert, EntryState
 from ec_p2p.control.sockets import open_socket
 from ec_p2p.node.counters import flat
-from tests.control.harness import Loop, advert, node
+from tests.control.harness import PATIENCE_S, Loop, advert, node
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
     """Status, content type, body."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -93,7 +93,7 @@ def test_a_directory_shows_what_it_knows_and_what_happened(loop: Loop, exposed: 
     loop.until(lambda: not replica.lookup(advert(0).identity))
     with open_socket(loop.context, zmq.DEALER, directory.endpoint) as stranger:
         stranger.connect(directory.endpoint)
-        assert stranger.poll(10_000, zmq.POLLOUT)
+        assert stranger.poll(PATIENCE_S * 1000, zmq.POLLOUT)
         stranger.send(b"nonsense")
         loop.until(lambda: figures(port)["ec_p2p_directory_bad_frames_total"] == 1)
     shown = figures(port)
@@ -116,10 +116,10 @@ def test_every_figure_says_what_it_means(loop: Loop, exposed: Any) -> None:
 def test_a_loop_that_hangs_is_not_healthy_and_is_again_when_it_turns(loop: Loop, exposed: Any) -> None:
     directory = loop.directory(node_timeout_s=0.5, heartbeat_s=0.1)
     port = exposed(directory)
-    assert get(port, "/healthz") == (200, "text/plain; charset=utf-8", "ok\n")
+    loop.until(lambda: get(port, "/healthz") == (200, "text/plain; charset=utf-8", "ok\n"))
     goes_on = threading.Event()
     expire = directory._state.expire
-    directory._state.expire = lambda now: expire(now) if goes_on.wait(60) else []  # type: ignore[method-assign]
+    directory._state.expire = lambda now: expire(now) if goes_on.wait(2 * PATIENCE_S) else []  # type: ignore[method-assign]
     try:
         loop.until(lambda: get(port, "/healthz")[0] == 503)
         status, _, body = get(port, "/healthz")
@@ -134,7 +134,7 @@ def test_a_loop_that_hangs_is_not_healthy_and_is_again_when_it_turns(loop: Loop,
 def test_a_directory_that_serves_nobody_is_not_healthy(exposed: Any) -> None:
     with Directory("tcp://127.0.0.1:0", node_timeout_s=0.2) as directory:
         port = exposed(directory)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while get(port, "/healthz")[0] == 200:
             assert time.monotonic() < deadline
 
@@ -181,7 +181,7 @@ def test_strangers_cannot_take_all_threads(plain: Any) -> None:
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     try:
         closed = 0
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while closed < 100 - 32:
             assert time.monotonic() < deadline
             closed = 0
@@ -197,7 +197,7 @@ def test_strangers_cannot_take_all_threads(plain: Any) -> None:
     finally:
         for one in idle:
             one.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             assert get(port, "/healthz")[0] == 200

@@ -27,7 +27,7 @@ from ec_p2p.control.messages import (
     Welcome,
 )
 from ec_p2p.control.sockets import Context, Socket, open_socket, send_now, split_endpoint
-from tests.control.harness import Loop, advert, node
+from tests.control.harness import PATIENCE_S, Loop, advert, node
 
 ONE = advert(1).identity
 GOOD = encode(Announce(node(1).incarnation, 1, [advert(1)], []))
@@ -50,7 +50,7 @@ JUNK = [
 def dealer(context: Context, directory: Directory) -> Socket:
     stranger = open_socket(context, zmq.DEALER, directory.endpoint, linger_ms=2_000)
     stranger.connect(directory.endpoint)
-    assert stranger.poll(10_000, zmq.POLLOUT)
+    assert stranger.poll(PATIENCE_S * 1000, zmq.POLLOUT)
     return stranger
 
 
@@ -94,7 +94,7 @@ def test_junk_to_the_publisher_is_ignored_or_hung_up_on(loop: Loop, served: Dire
                 if len(payload) < 256:
                     raw.sendall(b"\0" + bytes([len(payload)]) + payload)
         raw.sendall(b"\0\x01\x01")
-        raw.settimeout(10)
+        raw.settimeout(PATIENCE_S)
         heard = b""
         while b"events" not in heard:
             more = raw.recv(4096)
@@ -106,7 +106,7 @@ def test_junk_to_the_publisher_is_ignored_or_hung_up_on(loop: Loop, served: Dire
 def test_a_subscription_as_long_as_a_stack_is_deep_ends_its_connection_only(loop: Loop, served: Directory) -> None:
     with subscriber(served) as raw:
         raw.sendall(b"\2" + struct.pack(">Q", 1_000_001))
-        raw.settimeout(10)
+        raw.settimeout(PATIENCE_S)
         with suppress(ConnectionError):
             raw.sendall(b"\1" * 1_000_001)
             while raw.recv(4096):
@@ -162,7 +162,7 @@ def test_messages_in_the_wrong_order_change_nothing(loop: Loop, served: Director
         assert (served.stats()["nodes"], served.stats()["entries"]) == (1, 2)
         with dealer(loop.context, served) as other:
             other.send(announce[3])
-            assert other.poll(10_000), "told to say hello"
+            assert other.poll(PATIENCE_S * 1000), "told to say hello"
         stranger.send(encode(Goodbye(node(1).incarnation)))
         loop.until(lambda: served.stats()["nodes"] == 0)
 

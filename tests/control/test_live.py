@@ -3,13 +3,9 @@ again."""
 
 from __future__ import annotations
 
-import os
-import threading
-from pathlib import Path
-
 from ec_p2p.control.interface import Replicates
 from ec_p2p.control.messages import InstanceInfo, NodeInfo
-from tests.control.harness import Loop, Served, advert, node
+from tests.control.harness import NEVER_S, Loop, Served, advert, await_closed, node, opened
 
 ONE, TWO = advert(1).identity, advert(2).identity
 
@@ -22,10 +18,13 @@ def in_step(directory: Served, replica: Replicates) -> bool:
 def test_an_entry_is_found_until_it_is_withdrawn(loop: Loop, kind: str) -> None:
     changes: list[bytes] = []
     nodes: list[tuple[NodeInfo, bool]] = []
-    directory = loop.serve(kind)
-    announcer = loop.announcer(directory.endpoint, node(1))
+    directory = loop.serve(kind, node_timeout_s=NEVER_S)
+    announcer = loop.announcer(directory.endpoint, node(1), timeout_s=NEVER_S)
     replica = loop.replica(
-        directory.endpoint, on_change=changes.append, on_node=lambda node, up: nodes.append((node, up))
+        directory.endpoint,
+        on_change=changes.append,
+        on_node=lambda node, up: nodes.append((node, up)),
+        node_timeout_s=NEVER_S,
     )
     announcer.store(advert(1))
     announcer.store(advert(2))
@@ -97,13 +96,13 @@ def test_a_directory_that_comes_back_empty_is_told_again(loop: Loop, kind: str) 
 
 
 def test_a_restarted_node_replaces_its_former_life_at_once(loop: Loop, kind: str) -> None:
-    directory = loop.serve(kind, node_timeout_s=3600.0)
-    former = loop.announcer(directory.endpoint, node(1), timeout_s=3600.0)
+    directory = loop.serve(kind, node_timeout_s=NEVER_S)
+    former = loop.announcer(directory.endpoint, node(1), timeout_s=NEVER_S)
     replica = loop.replica(directory.endpoint)
     former.store(advert(1))
     loop.until(lambda: replica.lookup(ONE))
     loop.forget(former)
-    reborn = loop.announcer(directory.endpoint, node(1, life=1), timeout_s=3600.0)
+    reborn = loop.announcer(directory.endpoint, node(1, life=1), timeout_s=NEVER_S)
     reborn.store(advert(2))
     loop.until(lambda: replica.lookup(TWO))
     assert replica.nodes() == [node(1, life=1)]
@@ -111,27 +110,27 @@ def test_a_restarted_node_replaces_its_former_life_at_once(loop: Loop, kind: str
 
 
 def test_a_node_that_moves_leaves_nothing_at_its_old_address(loop: Loop, kind: str) -> None:
-    directory = loop.serve(kind, node_timeout_s=3600.0)
+    directory = loop.serve(kind, node_timeout_s=NEVER_S)
     replica = loop.replica(directory.endpoint)
-    before = loop.announcer(directory.endpoint, node(1), timeout_s=3600.0)
+    before = loop.announcer(directory.endpoint, node(1), timeout_s=NEVER_S)
     before.store(advert(1))
     loop.until(lambda: replica.lookup(ONE))
     loop.forget(before)
     moved = NodeInfo(node(1).incarnation, "host-1", "tcp://10.0.0.77:1")
-    after = loop.announcer(directory.endpoint, moved, timeout_s=3600.0)
+    after = loop.announcer(directory.endpoint, moved, timeout_s=NEVER_S)
     after.store(advert(1))
     loop.until(lambda: replica.lookup(ONE) == [(moved, advert(1))])
     assert replica.nodes() == [moved]
     # Another one may live there now: what is known of the place must not be the moved one's.
     neighbour = NodeInfo(node(2).incarnation, "host-1", node(1).address)
-    loop.announcer(directory.endpoint, neighbour, timeout_s=3600.0).store(advert(2))
+    loop.announcer(directory.endpoint, neighbour, timeout_s=NEVER_S).store(advert(2))
     loop.until(lambda: replica.lookup(TWO) == [(neighbour, advert(2))])
     assert replica.lookup(ONE) == [(moved, advert(1))]
 
 
 def test_a_late_joiner_gets_everything_in_bounded_chunks(loop: Loop, kind: str) -> None:
-    directory = loop.serve(kind)
-    announcer = loop.announcer(directory.endpoint, node(1))
+    directory = loop.serve(kind, node_timeout_s=NEVER_S)
+    announcer = loop.announcer(directory.endpoint, node(1), timeout_s=NEVER_S)
     for number in range(20_000):
         announcer.store(advert(number))
     loop.until(lambda: announcer.connected and not announcer.pending)
@@ -165,12 +164,12 @@ def test_joining_in_the_middle_of_a_burst_ends_equal(loop: Loop, kind: str) -> N
 
 
 def test_one_of_two_directories_dies_and_comes_back(loop: Loop, kind: str) -> None:
-    first, second = loop.serve(kind), loop.serve("zmq")
+    first, second = loop.serve(kind, node_timeout_s=NEVER_S), loop.serve("zmq", node_timeout_s=NEVER_S)
     endpoints = [first.endpoint, second.endpoint]
     changes: list[bytes] = []
     nodes: list[tuple[NodeInfo, bool]] = []
     view = loop.view(endpoints, on_change=changes.append, on_node=lambda node, up: nodes.append((node, up)))
-    announcers = [loop.announcer(endpoint, node(1)) for endpoint in endpoints]
+    announcers = [loop.announcer(endpoint, node(1), timeout_s=NEVER_S) for endpoint in endpoints]
     for announcer in announcers:
         announcer.store(advert(1))
     loop.until(lambda: all(replica.fresh and replica.lookup(ONE) for replica in view.replicas))
@@ -232,12 +231,7 @@ def test_replicas_know_the_instances_of_each_node(loop: Loop, kind: str) -> None
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(kind: str) -> None:
-    def open_things() -> tuple[set[str], int]:
-        return {
-            os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()
-        }, threading.active_count()
-
-    before = open_things()
+    before = opened()
     for _ in range(3):
         loop = Loop()
         directory = loop.serve(kind)
@@ -246,6 +240,4 @@ def test_closing_leaves_no_thread_and_no_descriptor(kind: str) -> None:
         announcer.store(advert(1))
         loop.until(lambda replica=replica: replica.lookup(ONE))
         loop.close()
-    fds, threads = open_things()
-    assert threads == before[1]
-    assert not {name for name in fds - before[0] if "socket" in name or "event" in name}
+    await_closed(before)

@@ -12,7 +12,7 @@ from ec_p2p.control.codec import decode
 from ec_p2p.control.messages import TOPIC, Changed, Events, NodeDown
 from ec_p2p.control.publications import Publications
 from ec_p2p.control.sockets import Socket, open_socket
-from tests.control.harness import Loop, advert
+from tests.control.harness import PATIENCE_S, Loop, advert
 
 EPOCH = b"e" * 16
 GONE = [NodeDown(bytes([number]) * 16) for number in range(4)]
@@ -43,7 +43,7 @@ def subscriber(loop: Loop, xpub: Socket, topic: bytes = TOPIC) -> Iterator[Socke
 
 def heard(socket: Socket) -> tuple[int, list[object]]:
     """The next message's number and events."""
-    assert socket.poll(10_000)
+    assert socket.poll(PATIENCE_S * 1000)
     topic, number, payload = socket.recv_multipart()
     message = decode(payload, Events)
     assert (topic, message.epoch) == (TOPIC, EPOCH)

@@ -30,7 +30,7 @@ from ec_p2p.control.messages import (
 from ec_p2p.control.security import Gate
 from ec_p2p.control.sockets import Socket, bound_port, open_socket, split_endpoint
 from ec_p2p.wire.curve import Security, secure_server
-from tests.control.harness import Loop, advert, node
+from tests.control.harness import PATIENCE_S, Loop, advert, node
 from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE, NULL
 from tests.node.conftest import free_ports
@@ -115,7 +115,7 @@ class Speaker:
         return self.hear()
 
     def tell(self, message: object) -> None:
-        assert self.socket.poll(15_000, zmq.POLLOUT)
+        assert self.socket.poll(PATIENCE_S * 1000, zmq.POLLOUT)
         self.socket.send(encode(message))  # type: ignore[arg-type]
 
     def hear(self) -> FromDirectory:
@@ -229,7 +229,7 @@ def test_half_open_handshakes_by_the_hundred_hold_nobody_up(loop: Loop, served: 
 def test_junk_instead_of_a_handshake_is_hung_up_on(loop: Loop, served: Directory, port: str, opening: bytes) -> None:
     number = int(split_endpoint(served.endpoint)[1]) if port == "router" else served.pub_port
     with half_open(number, opening) as raw:
-        raw.settimeout(15)
+        raw.settimeout(PATIENCE_S)
         with suppress(ConnectionError):
             while raw.recv(4096):
                 pass

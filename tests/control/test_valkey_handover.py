@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ec_p2p.control.valkey_handover import ToLoop, ToThread
-
-PATIENCE_S = 15.0
+from tests.control.harness import PATIENCE_S
 
 
 @pytest.fixture

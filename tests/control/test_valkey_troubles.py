@@ -60,8 +60,10 @@ def test_any_key_that_vanishes_comes_back(loop: Loop, server: ValkeyProcess, los
 
 def test_everything_is_flushed(loop: Loop, server: ValkeyProcess) -> None:
     went: list[str] = []
-    announcers = [loop.announcer(server.endpoint, node(number)) for number in (1, 2)]
-    replica = loop.replica(server.endpoint, node_timeout_s=2.0, on_node=lambda node, up: up or went.append(node.name))
+    announcers = [loop.announcer(server.endpoint, node(number), timeout_s=PATIENCE_S) for number in (1, 2)]
+    replica = loop.replica(
+        server.endpoint, node_timeout_s=PATIENCE_S, on_node=lambda node, up: up or went.append(node.name)
+    )
     for announcer in announcers:
         announcer.store(advert(1))
     loop.until(lambda: in_step(server, replica) and len(replica.lookup(ONE)) == 2)
@@ -372,8 +374,7 @@ def test_over_tls_the_server_has_to_prove_itself(loop: Loop, tmp_path: Path) -> 
         return str(key), str(certificate)
 
     (key, ours), (_, other) = certificate("server"), certificate("other")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ("--tls-port", str(port), "--tls-key-file", key, "--tls-cert-file", ours, "--tls-auth-clients", "no")
     server = ValkeyProcess("", *options, "--tls-ca-cert-file", ours)
     try:

@@ -19,7 +19,7 @@ BINARY = shutil.which("valkey-server") or shutil.which("redis-server") or ""
 needs_server = pytest.mark.skipif(not BINARY, reason="neither valkey-server nor redis-server is installed")
 
 PREFIX = "fleet-1"
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class ValkeyProcess:
