@@ -31,7 +31,7 @@ _ROUNDS = 20
 _PATIENCE_S = 20.0
 _SLOW = 125e6
 """Bytes a second. A busy machine of two cores does several times this, whatever the transport."""
-_LOG_LEVELS = {"UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
+LOG_LEVELS = {"UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
 
 
 class Measured(NamedTuple):
@@ -61,7 +61,7 @@ def attempt(config: Config) -> Attempt:
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         text = written.read()
-    if _LOG_LEVELS & os.environ.keys():  # somebody wants to read it
+    if LOG_LEVELS & os.environ.keys():  # somebody wants to read it
         print(text, end="", file=sys.stderr)
     return Attempt(measured, error, warnings_in(text))
 
