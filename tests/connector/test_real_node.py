@@ -18,7 +18,7 @@ from ec_p2p.connector.media import MediaFields
 from ec_p2p.connector.topology import WorkerRank
 from ec_p2p.control.messages import InstanceInfo
 from tests.control.harness import Loop
-from tests.node.conftest import Fleet, until
+from tests.node.conftest import PATIENCE_S, Fleet, until
 
 from .conftest import ROLES, image, request, step, without_media
 from .test_connector import vllm_config
@@ -35,7 +35,9 @@ class Runner:
     """One vLLM engine in miniature: a scheduler's connector, a worker's, and the worker's encoder cache."""
 
     def __init__(self, fleet, node, role, runner, monkeypatch, **settings):
-        config = vllm_config(ec_role=role, **{**fleet.common, "node_name": node, **settings})
+        # What comes late on a busy machine is waited for: nothing encodes it here.
+        common = {**fleet.common, "fetch_timeout_s": PATIENCE_S / 2}
+        config = vllm_config(ec_role=role, **{**common, "node_name": node, **settings})
         config.ec_transfer_config.engine_id = f"{node}-{role}-{os.urandom(4).hex()}"
         config.ec_transfer_config.ec_port = config.ec_transfer_config.ec_connector_extra_config.pop("ec_port")
         self.config, self.runner, self.patch = config, runner, monkeypatch
@@ -100,6 +102,9 @@ class Runner:
 @pytest.fixture(params=["v1", "v2"])
 def engine(request, fleet, monkeypatch):
     monkeypatch.setattr(MediaFields, "of", classmethod(lambda cls, _: cls(ROLES)))
+    for bound in ("connector.connector.SCHEDULER_ATTACH_S", "connector.connector.WORKER_ATTACH_S"):
+        monkeypatch.setattr(f"ec_p2p.{bound}", PATIENCE_S)
+    monkeypatch.setattr("ec_p2p.node.tensors._WINDOW_WAIT_S", PATIENCE_S)
     made = []
 
     def make(node, role, **settings):

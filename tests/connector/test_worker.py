@@ -187,7 +187,7 @@ def test_an_idle_worker_stays_attached(rig, monkeypatch):
     r = rig(reader=1)
     r.side.start(0.0)
     r.client.attached.clear()
-    assert r.client.attached.wait(10)
+    assert r.client.attached.wait(60)
 
 
 def test_the_keeper_survives_an_error(rig, monkeypatch):
@@ -205,8 +205,8 @@ def test_the_keeper_survives_an_error(rig, monkeypatch):
         raise ValueError("once more")
 
     r.saver.prepare = fail
-    assert calls.acquire(timeout=10)
-    assert calls.acquire(timeout=10)
+    assert calls.acquire(timeout=60)
+    assert calls.acquire(timeout=60)
 
 
 def test_closing_twice(rig):

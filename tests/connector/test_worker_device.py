@@ -74,6 +74,14 @@ def fleet():
     fleet.close()
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """What a model or the end of its process cannot wait for, a test on a busy machine can."""
+    monkeypatch.setattr("ec_p2p.node.tensors._WINDOW_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr("ec_p2p.connector.worker.CLOSE_S", PATIENCE_S)
+    monkeypatch.setattr("ec_p2p.connector.settler._JOIN_S", PATIENCE_S)
+
+
 @pytest.fixture
 def host(fleet, monkeypatch):
     monkeypatch.setattr("ec_p2p.connector.worker.KEEP_S", 3600.0)

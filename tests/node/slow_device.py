@@ -9,7 +9,7 @@ import torch
 
 from ec_p2p.engine.views import copy_in, copy_out
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class SlowMark:

@@ -11,7 +11,7 @@ import pytest
 from ec_p2p.node.client import Detached, NodeClient
 from ec_p2p.node.messages import Landed, Missing, WantItem
 
-from .conftest import Client, until
+from .conftest import DOUBTS_SOON, PATIENCE_S, Client, until
 
 A, B = (bytes([number]) * 32 for number in (1, 2))
 
@@ -81,7 +81,7 @@ def test_a_client_is_gone_when_it_is_dead_although_its_child_lives(zmq_fleet):
 
 
 def test_a_holder_killed_between_advert_and_fetch(fleet):
-    (holder_node, holder), (_, reader) = fleet.connected("a", "b")
+    (holder_node, holder), (_, reader) = fleet.connected("a", "b", **DOUBTS_SOON)
     holder.store(A, os.urandom(1 << 20))
     holder.store(B, os.urandom(1 << 20))
     reader.has_landed(A)
@@ -97,7 +97,7 @@ def test_a_holder_killed_between_advert_and_fetch(fleet):
 
 
 def test_another_holder_serves_when_one_is_dead(fleet):
-    (first_node, first), (_, second), (_, reader) = fleet.connected("a", "b", "c")
+    (first_node, first), (_, second), (_, reader) = fleet.connected("a", "b", "c", **DOUBTS_SOON)
     payload = os.urandom(1 << 20)
     first.store(A, payload)
     second.has_landed(A)  # and advertises it in turn
@@ -113,7 +113,7 @@ def test_another_holder_serves_when_one_is_dead(fleet):
 
 def test_a_frozen_holder_costs_a_deadline_not_the_reader(zmq_fleet):
     """Over ZMQ the holder must help, so a stopped one answers nothing; NIXL reads shared memory without it."""
-    (holder_node, holder), (_, reader) = zmq_fleet.connected("a", "b")
+    (holder_node, holder), (_, reader) = zmq_fleet.connected("a", "b", **DOUBTS_SOON)
     holder.store(A, os.urandom(1 << 20))
     holder.store(B, os.urandom(1 << 20))
     reader.has_landed(A)
@@ -141,13 +141,13 @@ def test_a_frozen_node_loses_nothing_of_what_it_was_told(zmq_fleet):
 
 
 def test_a_node_that_restarts_is_a_new_incarnation(fleet):
-    (old, holder), (_, reader) = fleet.connected("a", "b")
+    (old, holder), (_, reader) = fleet.connected("a", "b", **DOUBTS_SOON)
     holder.store(A, os.urandom(4096))
     holder.store(B, os.urandom(4096))
     reader.has_landed(A)
     old.kill()
     until(lambda: not holder.node.attach(), "the client to notice")
-    again = fleet.client(fleet.node("a"))
+    again = fleet.client(fleet.node("a", **DOUBTS_SOON))
     payload = os.urandom(8192)
     again.store(B, payload)
 
@@ -160,12 +160,12 @@ def test_a_node_that_restarts_is_a_new_incarnation(fleet):
 
 def test_the_directory_host_dies_and_comes_back_empty(zmq_fleet):
     """The first node hosts the directory. When it dies another node takes over, and everybody says everything again."""
-    (host, _), (_, holder), (_, reader) = zmq_fleet.connected("a", "b", "c")
+    (host, _), (_, holder), (_, reader) = zmq_fleet.connected("a", "b", "c", **DOUBTS_SOON)
     holder.store(A, os.urandom(4096))
     holder.store(B, os.urandom(4096))
     reader.has_landed(A)
     host.kill()
-    late = zmq_fleet.client(zmq_fleet.node("d"))
+    late = zmq_fleet.client(zmq_fleet.node("d", **DOUBTS_SOON))
     late.has_landed(B)
 
 
@@ -190,7 +190,7 @@ def test_a_second_node_of_the_same_name_does_not_start(zmq_fleet):
     node = zmq_fleet.node("a")
     zmq_fleet.client(node)
     second = zmq_fleet.node("a")
-    assert second.process.wait(20) == 1
+    assert second.process.wait(PATIENCE_S) == 1
 
 
 def test_the_first_client_starts_the_node_and_it_leaves_after_the_last(zmq_fleet):
@@ -215,5 +215,5 @@ def test_a_node_told_to_stop_leaves_at_once_and_cleanly(zmq_fleet, how):
     client.store(A, b"x" * 128)
     until(lambda: other.inspect().peers, "the peer")
     node.process.send_signal(how)
-    assert node.process.wait(20) == 0
+    assert node.process.wait(PATIENCE_S) == 0
     until(lambda: not other.inspect().peers, "the goodbye to arrive")

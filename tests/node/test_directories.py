@@ -18,7 +18,7 @@ from ec_p2p.node import encodings
 from ec_p2p.node.messages import CloseWindow, Commit, Landed, Missing, Pending, SaveSkipped, WantItem
 from tests.control.harness import Loop
 
-from .conftest import PATIENCE_S, Client, free_ports, until
+from .conftest import DOUBTS_SOON, PATIENCE_S, Client, free_ports, until
 from .here import NodeHere
 
 A, B = (bytes([number]) * 32 for number in (1, 2))
@@ -26,6 +26,8 @@ PAYLOAD = os.urandom(128)
 BATCH = 200
 FOR_EVER_S = 3600.0
 AS_SHIPPED = {"heartbeat_s": 1.0, "node_timeout_s": 4.0}
+PATIENT = {"heartbeat_s": 1.0, "node_timeout_s": 8.0}
+"""Of a fleet that a busy machine must not make doubt those who live."""
 OUTLIVES = {"heartbeat_s": 0.2, "node_timeout_s": FOR_EVER_S}
 """Of a node nobody ever takes for dead because of its silence."""
 
@@ -112,8 +114,8 @@ def reached(client):
 
 
 def test_with_two_directories_no_lookup_fails_while_they_die_and_come_back_empty(zmq_fleet, directories):
-    two = [directories(), directories()]
-    settings = {"directory": [directory.endpoint for directory in two], **AS_SHIPPED}
+    two = [directories(node_timeout_s=8.0), directories(node_timeout_s=8.0)]
+    settings = {"directory": [directory.endpoint for directory in two], **PATIENT}
     (_, holder), (_, reader) = zmq_fleet.connected("a", "b", **settings)
     fresh = iter(names(1) + names(BATCH + 1) + names(2 * BATCH + 1))
     for start in (1, BATCH + 1, 2 * BATCH + 1):
@@ -124,7 +126,7 @@ def test_with_two_directories_no_lookup_fails_while_they_die_and_come_back_empty
     def look_until(condition, what):
         def looked():
             assert finds(reader, next(fresh)) is True
-            time.sleep(0.1)
+            time.sleep(0.2)  # there are so many to look for
             return condition()
 
         until(looked, what)
@@ -147,7 +149,7 @@ def test_the_embedded_directory_moves_on_with_each_death_of_its_host(zmq_fleet):
     """Whoever hosts it, in the end it is the last one that lives."""
     living = {}
     for number, name in enumerate("abcd"):
-        node = zmq_fleet.node(name)
+        node = zmq_fleet.node(name, node_timeout_s=4.0)
         living[name] = (node, zmq_fleet.client(node))
         living[name][1].store(names(1)[number], PAYLOAD)
     _, last = living["d"]
@@ -170,7 +172,7 @@ def test_the_embedded_directory_moves_on_with_each_death_of_its_host(zmq_fleet):
         last.store(after, PAYLOAD)
         for client in readers:
             client.has_landed(after)
-    again = zmq_fleet.client(zmq_fleet.node("a"))
+    again = zmq_fleet.client(zmq_fleet.node("a", node_timeout_s=4.0))
     again.has_landed(after)
 
 
@@ -187,7 +189,9 @@ def test_a_node_that_is_dead_or_stands_still_disappears_everywhere(zmq_fleet, di
     loop.until(lambda: all(replica.lookup(A) for replica in replicas))
     node.process.send_signal(how)
     loop.until(lambda: not any(replica.lookup(A) for replica in replicas), "its adverts to go")
-    assert all(len(replica.nodes()) == 2 and replica.fresh for replica in replicas)
+    loop.until(
+        lambda: all(len(replica.nodes()) == 2 and replica.fresh for replica in replicas), "the others to be known"
+    )
     until(lambda: "a" not in peers(b) | peers(c), "its peers to forget it")
     if how == signal.SIGSTOP:
         node.thaw()
@@ -223,12 +227,13 @@ def _announce_and_hold(config, pipe):
     signal.pause()
 
 
-def wait_for_encode(reader):
+def wait_for_encode(reader, announce=lambda: None):
     """The id of a want of A, which is waited for because somebody encodes it."""
     wants = []
 
     def pending():
-        wants.append(reader.node.want([WantItem(A, 0)], readers=0, wait_s=600, expect_s=0))
+        announce()
+        wants.append(reader.node.want([WantItem(A, 0)], readers=0, wait_s=FOR_EVER_S, expect_s=0))
         return isinstance(reader.expect((Pending, Missing), lambda m: m.want == wants[-1]), Pending)
 
     until(pending, "the encode to be told of")
@@ -241,8 +246,8 @@ def answer_to(reader, want):
 
 @pytest.mark.parametrize("dies", ["engine", "node"])
 def test_what_a_dead_encoder_was_about_to_make_is_not_waited_for(zmq_fleet, dies):
-    (_, reader), _ = zmq_fleet.connected("host", "b")
-    node = zmq_fleet.node("a")
+    (_, reader), _ = zmq_fleet.connected("host", "b", **DOUBTS_SOON)
+    node = zmq_fleet.node("a", **DOUBTS_SOON)
     zmq_fleet.client(node)
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
@@ -279,8 +284,8 @@ def test_an_encode_that_never_happens_on_another_host_is_not_waited_for(zmq_flee
         encoder = zmq_fleet.client(here.config, kind="scheduler", instance="engine")
         reader = zmq_fleet.client(zmq_fleet.node("b"))
         until(lambda: peers(reader), "the peer")
-        encoder.node.encoding([A])
-        want = wait_for_encode(reader)
+        # Announced until the reader has heard of it in time.
+        want = wait_for_encode(reader, lambda: encoder.node.encoding([A]))
         assert answer_to(reader, want).reason == "no_source"
 
 

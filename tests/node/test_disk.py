@@ -65,6 +65,17 @@ def the_only(answers):
     return answer
 
 
+def lands(reader, identity):
+    """Wait until the entry lands. What the reader was told of it last may be outdated: a fetch that fails is no
+    surprise."""
+
+    def landed():
+        answer = the_only(reader.want(identity, expect_s=PATIENCE_S))
+        return answer if isinstance(answer, Landed) else None
+
+    return until(landed, "the entry to land")
+
+
 def holder_of_nothing(answers):
     """Whether the item is nowhere. A fetch that fails meanwhile is what tells the holder that its file is bad."""
     answer = the_only(answers)
@@ -124,14 +135,7 @@ def test_another_host_reads_what_only_the_disk_of_a_restarted_node_holds(fleet, 
     again = fleet.client(fleet.node("a", local_disk=str(folder)))
     reader = fleet.client(other)
     # As long as nobody has told the reader of the first node's end, it tries that one, and fails.
-    answers = []
-
-    def landed():
-        answers[:] = reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S)
-        return isinstance(the_only(answers), Landed)
-
-    until(landed, "the entry to land")
-    answer = the_only(answers)
+    answer = lands(reader, A)
     assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
     assert counted(again, "stagings{outcome=staged}") == 1
     assert counted(again, "stage_requests{outcome=staged}") == 1
@@ -141,7 +145,7 @@ def test_an_evicted_entry_is_advertised_as_on_disk_and_can_be_read(fleet, folder
     (_, holder), (_, reader) = fleet.connected("a", "b", a={"local_disk": str(folder), **SMALL_ARENA})
     leave_on_disk_only(holder)
     assert counted(holder, "evictions") >= 1
-    answer = the_only(reader.want(A, expect_s=PATIENCE_S, wait_s=PATIENCE_S))
+    answer = lands(reader, A)
     assert (answer.source, reader.bytes_of(answer)) == ("remote", payload(1))
 
 
@@ -161,7 +165,7 @@ def test_many_ask_and_the_disk_is_read_once(zmq_fleet, folder):
 
 
 def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fleet, folder):
-    (first, writer), (_, reader) = zmq_fleet.connected("a", "b", local_disk=str(folder))
+    (first, writer), (_, reader) = zmq_fleet.connected("a", "b", local_disk=str(folder), node_timeout_s=3.0)
     until(lambda: reader.inspect().gauges["disk_entries"] == 0, "the scan of the empty folder")
     writer.store(A, payload(1))
     written(writer)
@@ -176,7 +180,7 @@ def test_a_shared_folder_is_looked_into_before_an_item_is_called_missing(zmq_fle
 def test_a_shared_folder_is_looked_into_when_every_holder_has_failed(zmq_fleet, folder):
     """A holder that is ill may have left the entry there, and nobody has told this node so. One that is dead may be
     known to be: nothing would be tried with it."""
-    others = {"local_disk": str(folder), "node_timeout_s": 60.0}
+    others = {"local_disk": str(folder), "node_timeout_s": 60.0, "read_timeout_s": 4.0}
     reader = zmq_fleet.client(zmq_fleet.node("b", **others))
     until(lambda: reader.inspect().gauges["disk_entries"] == 0, "the scan of the empty folder")
     first = zmq_fleet.node("a", **others, embedded_directory=False)
@@ -206,7 +210,7 @@ def test_what_leaves_the_arena_is_advertised_although_the_disk_cannot_be_read_no
             raise os_error(errno.EIO)
 
     monkeypatch.setattr("ec_p2p.engine.disk.Files", lambda: Sick(before))
-    config = zmq_fleet.config("a", local_disk=str(folder), **SMALL_ARENA)
+    config = zmq_fleet.config("a", local_disk=str(folder), read_timeout_s=1.0, **SMALL_ARENA)
     with NodeHere(config):
         client = zmq_fleet.client(config)
         leave_on_disk_only(client)

@@ -9,7 +9,7 @@ import pytest
 
 from ec_p2p.node.service import Node
 from tests.control.test_exposition import figures, get
-from tests.node.conftest import Fleet, free_ports, until
+from tests.node.conftest import PATIENCE_S, Fleet, free_ports, until
 
 
 def test_a_node_that_turns_is_healthy_and_says_whether_a_directory_answers(zmq_fleet: Fleet) -> None:
@@ -28,7 +28,7 @@ def test_a_node_that_turns_is_healthy_and_says_whether_a_directory_answers(zmq_f
 
 
 def test_what_reads_from_each_peer_take_is_shown_as_long_as_there_is_the_peer(fleet: Fleet) -> None:
-    (_, first), (second, other), (_, reader) = fleet.connected("a", "b", "c")
+    (_, first), (second, other), (_, reader) = fleet.connected("a", "b", "c", node_timeout_s=4.0)
     port = int(reader.inspect().node["metrics_port"])
     assert not [name for name in figures(port) if name.startswith("ec_p2p_node_peer_")]
     for holder, number, nbytes in ((first, 1, 128), (first, 2, 1 << 20), (other, 3, 1 << 20)):
@@ -87,9 +87,9 @@ def test_counts_of_a_peer_that_is_gone_for_long_go_from_the_metrics_and_stay_in_
 
 def test_a_node_whose_loop_hangs_is_not_healthy(zmq_fleet: Fleet, here: Node) -> None:
     port = int(zmq_fleet.client(here.config).inspect().node["metrics_port"])
-    assert get(port, "/healthz")[0] == 200
+    until(lambda: get(port, "/healthz")[0] == 200, "it to turn")
     goes_on = threading.Event()
-    here.wiring.mailbox.post(lambda: goes_on.wait(60))
+    here.wiring.mailbox.post(lambda: goes_on.wait(2 * PATIENCE_S))
     try:
         until(lambda: get(port, "/healthz")[0] == 503, "the hang to be told")
         status, _, body = get(port, "/healthz")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +73,7 @@ class ScriptedClient:
 @contextlib.contextmanager
 def lander_in_this_process(**settings):
     lander_module.NodeClient = ScriptedClient
-    config = make_config({"landing_size": "1MiB", "ec_ip": "127.0.0.1", "read_timeout_s": 1.0, **settings})
+    config = make_config({"landing_size": "1MiB", "ec_ip": "127.0.0.1", "read_timeout_s": 5.0, **settings})
     failures = []
     lander = lander_module.Lander(config, "engine", 0, device_for("cpu"), lambda *what: failures.append(repr(what)))
     yield lander, lander._client
@@ -163,7 +165,9 @@ def test_what_finds_no_room_is_told_at_once(holder):
 
 
 def outlive_a_node(name, card):
-    lander_module.OLD_ARENA_S = 1.0
+    hours = itertools.count()
+    passed_s = 0.0
+    lander_module.time = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=time.sleep)
     with lander_in_this_process() as (lander, client):
         before = lander.free_bytes
         met = PeerCard(bytes.fromhex(name), card)
@@ -171,7 +175,13 @@ def outlive_a_node(name, card):
         # As `poll` says it where the next node is there before the end of the old one is noticed.
         answers_to(client, met, entry(1, name, 8192), Detached(NODE))
         old, new = view(lander, NODE, 1), view(lander, NEXT_NODE, 1)
-        until(lambda: lander.free_bytes == before - NBYTES, "what the old node promised to be let go of")
+
+        def let_go():
+            nonlocal passed_s
+            passed_s = 3600.0 * next(hours)
+            return lander.free_bytes == before - NBYTES
+
+        until(let_go, "what the old node promised to be let go of")
         with pytest.raises(LookupError):
             lander.view(NODE, 1)
         return old, new

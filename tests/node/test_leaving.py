@@ -14,7 +14,7 @@ from ec_p2p.node.service import Node
 from ec_p2p.node.sessions import AlreadyRunning
 from tests.engine.disks import Gate, Sick
 
-from .conftest import until
+from .conftest import PATIENCE_S, until
 from .here import NodeHere
 
 A = b"\x01" * 32
@@ -38,10 +38,10 @@ def test_clients_and_fleet_are_told_before_the_disk_gets_what_waits(zmq_fleet, t
     with NodeHere(config) as here:
         client = zmq_fleet.client(config)
         client.store(A, b"x" * 4096)
-        assert isinstance(other.want(A, expect_s=10.0)[0], Landed)
+        assert isinstance(other.want(A, expect_s=PATIENCE_S)[0], Landed)
         [lease] = client.want(A)
         assert isinstance(lease, Landed)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(PATIENCE_S)
         here.node.stop()
         until(lambda: Detached(here.node.wiring.incarnation) in client.node.poll(), "the client to be told")
         until(lambda: not other.inspect().peers, "the fleet to be told")
@@ -59,7 +59,7 @@ def test_clients_and_fleet_are_told_before_the_disk_gets_what_waits(zmq_fleet, t
         until(client.node.attach, "the next node")
         # It looks through the folder behind its clients' backs, and the other host has the entry, too.
         until(lambda: client.inspect().gauges["disk_entries"] == 1, "the file to be found")
-        assert client.want(A, wait_s=5.0)[0].source == "disk"
+        assert client.want(A)[0].source == "disk"
 
 
 def test_a_defect_of_one_part_is_counted_and_ends_nothing(zmq_fleet, monkeypatch, caplog):

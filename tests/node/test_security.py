@@ -23,7 +23,7 @@ from ec_p2p.transport import nixl_available
 from ec_p2p.wire.curve import key_text
 from tests.control.keys import Pair, dial, say_while_open, strangers
 from tests.field.junk import CURVE
-from tests.node.conftest import Client, Fleet, free_ports, until
+from tests.node.conftest import PATIENCE_S, Client, Fleet, free_ports, until
 
 SERVER, ALICE, BOB = Pair(), Pair(), Pair()
 LARGE = 3 << 20
@@ -44,7 +44,8 @@ class Town:
     def __init__(self, fleet, security):
         self.port = free_ports()
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", self.endpoint, "--security"]
+        self._command = [sys.executable, "-m", "ec_p2p.cli", "directory", "--bind", self.endpoint]
+        self._command += ["--node-timeout", "20", "--security"]
         self.process = subprocess.Popen([*self._command, security])
         fleet.common |= {"directory": [self.endpoint], "require_encryption": True, "node_timeout_s": 4.0}
 
@@ -54,7 +55,7 @@ class Town:
 
     def close(self):
         self.process.terminate()
-        assert self.process.wait(20) == 0
+        assert self.process.wait(PATIENCE_S) == 0
 
 
 @pytest.fixture
@@ -95,9 +96,9 @@ def test_a_fleet_with_keys_shares(fleet, tmp_path, pairs):
 def card_of(context, address):
     """A node's card, as another member gets it."""
     with dial(context, zmq.DEALER, address, SERVER.security()) as member:
-        assert member.poll(15_000, zmq.POLLOUT)
+        assert member.poll(1000 * PATIENCE_S, zmq.POLLOUT)
         member.send(encode(CardRequest(PROTOCOL_VERSION, b"r" * 16)))
-        assert member.poll(15_000)
+        assert member.poll(1000 * PATIENCE_S)
         card = decode(member.recv(), FromPeer)
     assert isinstance(card, Card)
     return card
@@ -137,7 +138,7 @@ def test_a_member_gets_an_answer_at_every_door(doors):
             with dial(context, kind, endpoint, SERVER.security()) as member:
                 for question in questions:
                     member.send(question)
-                assert member.poll(15_000), endpoint
+                assert member.poll(1000 * PATIENCE_S), endpoint
 
 
 def test_strangers_get_nothing_at_any_door(town, doors):
@@ -185,7 +186,7 @@ def test_junk_at_every_door_is_hung_up_on(town, doors):
     for _, endpoint, _ in doors.values():
         for opening in junk:
             with socket.create_connection(("127.0.0.1", port_of(endpoint))) as raw:
-                raw.settimeout(20)
+                raw.settimeout(PATIENCE_S)
                 with contextlib.suppress(ConnectionError):
                     raw.sendall(opening)
                     while raw.recv(4096):
@@ -224,7 +225,7 @@ def test_two_fleets_on_one_machine_do_not_mix(town, tmp_path):
         for fleet, foreign in ((town, 2), (other, 1)):
             [answer] = fleet.reader.want(identity(foreign))
             assert isinstance(answer, Missing)
-            assert fleet.reader.inspect().gauges["peers_ready"] == 1
+            until(lambda reader=fleet.reader: reader.inspect().gauges["peers_ready"] == 1, "its own peer, and no other")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_a_fleet_goes_from_one_pair_to_another(zmq_fleet, tmp_path):
                 if node.config.name.endswith(f"-{name}") and node.process.poll() is None
             ]
             node.process.terminate()
-            node.process.wait(20)
+            node.process.wait(PATIENCE_S)
             clients[name] = zmq_fleet.client(zmq_fleet.node(name, security=security))
 
         def shares(number):

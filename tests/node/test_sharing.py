@@ -8,7 +8,7 @@ import pytest
 
 from ec_p2p.node.messages import CloseWindow, Commit, Landed, Missing, Pending, SaveSkipped, WantItem
 
-from .conftest import until
+from .conftest import PATIENCE_S, until
 
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 
@@ -22,7 +22,7 @@ def test_an_entry_of_one_host_lands_whole_on_another(fleet, nbytes):
     (_, holder), (_, reader) = fleet.connected("a", "b")
     payload = os.urandom(nbytes)
     holder.store(A, payload)
-    [answer] = reader.want(A, rows=nbytes // 128, expect_s=5.0)
+    [answer] = reader.want(A, rows=nbytes // 128, expect_s=PATIENCE_S)
     assert isinstance(answer, Landed)
     assert (answer.source, answer.rows, answer.dim, answer.dtype) == ("remote", nbytes // 128, 64, "bfloat16")
     assert answer.seconds > 0
@@ -34,7 +34,7 @@ def test_an_entry_of_one_host_lands_whole_on_another(fleet, nbytes):
 def test_the_second_want_of_a_host_needs_no_network(fleet):
     (_, holder), (node, reader) = fleet.connected("a", "b")
     holder.store(A, os.urandom(1 << 20))
-    reader.want(A, expect_s=5.0)
+    reader.want(A, expect_s=PATIENCE_S)
     other = fleet.client(node, instance="other")
     [answer] = other.want(A)
     assert (answer.source, answer.seconds) == ("local", 0.0)
@@ -48,7 +48,7 @@ def test_wants_for_one_entry_share_one_fetch(fleet):
     reader.has_landed(A)
     reader_entries = reader.inspect().gauges["entries"]
     holder.store(B, os.urandom(8 << 20))
-    wants = [client.node.want([item(B)], readers=0, wait_s=10, expect_s=5) for client in others]
+    wants = [client.node.want([item(B)], readers=0, wait_s=PATIENCE_S, expect_s=PATIENCE_S) for client in others]
     answers = [c.expect(Landed, lambda m, w=w: m.want == w) for c, w in zip(others, wants, strict=True)]
     assert len({answer.offset for answer in answers}) == 1
     assert reader.inspect().gauges["entries"] == reader_entries + 1
@@ -64,7 +64,7 @@ def test_nobody_has_it(zmq_fleet):
 
 def test_an_expected_entry_is_waited_for(zmq_fleet):
     (_, holder), (_, reader) = zmq_fleet.connected("a", "b")
-    want = reader.node.want([item(A)], readers=0, wait_s=10, expect_s=10)
+    want = reader.node.want([item(A)], readers=0, wait_s=PATIENCE_S, expect_s=PATIENCE_S)
     assert reader.expect(Pending).why == "expected"
     holder.store(A, b"x" * 128)
     assert reader.expect(Landed).want == want
@@ -82,7 +82,7 @@ def test_an_entry_being_encoded_elsewhere_is_waited_for(zmq_fleet):
     holder.sync()
 
     def pending():
-        want = reader.node.want([item(A)], readers=0, wait_s=10, expect_s=0)
+        want = reader.node.want([item(A)], readers=0, wait_s=PATIENCE_S, expect_s=0)
         answer = reader.expect((Pending, Missing), lambda m: m.want == want)
         return answer if isinstance(answer, Pending) else None
 
@@ -111,7 +111,7 @@ def waits_for_an_encode(zmq_fleet):
     scheduler.node.encoding([A])
     scheduler.sync()
     other = zmq_fleet.client(node, instance="y")
-    want = other.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    want = other.node.want([item(A)], readers=0, wait_s=PATIENCE_S, expect_s=0)
     assert other.expect(Pending).why == "encoding"
     return worker, scheduler, other, want
 
@@ -130,7 +130,7 @@ def test_an_encode_of_several_instances_is_waited_for_until_the_last_gives_up(zm
     _, first, other, want = waits_for_an_encode(zmq_fleet)
     second = zmq_fleet.client(zmq_fleet.nodes[0], "scheduler", "second")
     second.node.encoding([A])
-    waits_for_the_first = second.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    waits_for_the_first = second.node.want([item(A)], readers=0, wait_s=PATIENCE_S, expect_s=0)
     assert second.expect(Pending).why == "encoding"
     gives_up(zmq_fleet, first)
     assert second.expect(Missing).want == waits_for_the_first  # nobody waits for itself
@@ -162,7 +162,9 @@ def test_an_old_scheduler_of_an_instance_gives_up_nothing_of_the_new_ones(zmq_fl
 
 
 def test_an_encode_that_is_given_up_is_withdrawn_although_the_entry_was_fetched_meanwhile(zmq_fleet):
-    (holder, of_it), (node, fetching), (_, reader) = zmq_fleet.connected("a", "b", "c", share_fetched=False)
+    (holder, of_it), (node, fetching), (_, reader) = zmq_fleet.connected(
+        "a", "b", "c", share_fetched=False, a={"embedded_directory": False}
+    )
     scheduler = zmq_fleet.client(node, "scheduler", "x")
     scheduler.node.encoding([A])
     scheduler.sync()
@@ -170,7 +172,7 @@ def test_an_encode_that_is_given_up_is_withdrawn_although_the_entry_was_fetched_
     fetching.has_landed(A)
     holder.process.terminate()
     until(lambda: reader.inspect().gauges["peers_ready"] == 1, "the holder to be gone")
-    want = reader.node.want([item(A)], readers=0, wait_s=8, expect_s=0)
+    want = reader.node.want([item(A)], readers=0, wait_s=PATIENCE_S, expect_s=0)
     assert reader.expect(Pending, lambda m: m.want == want).why == "encoding"
     leaves(zmq_fleet, scheduler)
     assert reader.expect(Missing, lambda m: m.want == want).reason == "no_source"
@@ -233,7 +235,7 @@ def test_items_that_cannot_be_together_are_refused_at_once(zmq_fleet):
     for name in names:
         holder.store(name, bytes(9 << 20))
     reader.has_landed(names[2])
-    answers = reader.want(*names, expect_s=2.0)
+    answers = reader.want(*names, expect_s=PATIENCE_S)
     # Two slabs of 16 MiB take one entry of 9 MiB each.
     assert [type(a).__name__ for a in answers] == ["Landed", "Landed", "Missing"]
     assert answers[2].reason == "too_large"
@@ -266,7 +268,7 @@ def test_two_hundred_fetches_through_a_pool_of_a_few(fleet):
     wants = {}
     for n in range(200):
         name = names[n % 20]
-        wants[reader.node.want([item(name)], readers=0, wait_s=30, expect_s=5)] = name
+        wants[reader.node.want([item(name)], readers=0, wait_s=PATIENCE_S, expect_s=PATIENCE_S)] = name
     for _ in range(200):
         answer = reader.expect(Landed, lambda m: m.want in wants)
         name = wants.pop(answer.want)

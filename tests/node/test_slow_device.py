@@ -10,7 +10,7 @@ import torch
 from ec_p2p.node.messages import Commit, Landed, Saved, SaveSkipped
 from ec_p2p.node.tensors import Loader, Place, Saver
 
-from .conftest import until
+from .conftest import PATIENCE_S, until
 from .slow_device import SlowDevice
 
 A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
@@ -45,7 +45,9 @@ class Host:
 
 
 @pytest.fixture
-def host(zmq_fleet):
+def host(zmq_fleet, monkeypatch):
+    # A step of a model waits for no node as long as a test does for one on a busy machine.
+    monkeypatch.setattr("ec_p2p.node.tensors._WINDOW_WAIT_S", PATIENCE_S)
     return Host(zmq_fleet)
 
 
@@ -159,7 +161,7 @@ def test_who_is_too_far_ahead_of_the_device_waits_for_it(host, monkeypatch):
     third = threading.Thread(target=lambda: outcomes.append(host.saver.save(C, TENSOR)))
     third.start()
     oldest = host.device.marks[0]
-    assert oldest.waited_for.wait(20)
+    assert oldest.waited_for.wait(PATIENCE_S)
     assert len(host.device.marks) == 2  # no copy is made for which there is no room
     host.device.work(1)
     third.join()
