@@ -98,12 +98,22 @@ def content(number: int, nbytes: int) -> bytes:
     return random.Random(number).randbytes(nbytes)
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait, for as long as it may take on a busy machine, until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.002)
+
+
+def in_wait(thread: threading.Thread, function: str) -> bool:
+    """Whether the thread has called the function, and waits in it for another thread."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return {"wait", function} <= names
 
 
 class Memory:
@@ -153,15 +163,17 @@ def read(disk: LocalDiskBackend, number: int, nbytes: int = 2048) -> bytes | Non
 
 
 def put(folder: Path, number: int, rows: int = 4, age_s: float = 0) -> Path:
-    """Have another process's entry in the folder."""
-    (folder / LAYOUT).mkdir(parents=True, exist_ok=True)
+    """Have another process's entry in the folder; it is as old as that from the moment that it is there."""
     filed = Filed(identity(number), rows * 512, rows, 256, "float16")
     payload = memoryview(content(number, rows * 512))
-    write_file(Files(), str(folder / LAYOUT), filed, payload, fsync=False, abandoned=lambda: False)
-    path = file_of(folder, number)
-    if age_s:
-        os.utime(path, (time.time() - age_s,) * 2)
-    return path
+
+    def age(name: str, args: tuple[Any, ...]) -> None:
+        if name == "rename" and age_s:
+            os.utime(args[0], (time.time() - age_s,) * 2)
+
+    (folder / LAYOUT).mkdir(parents=True, exist_ok=True)
+    write_file(Sick(age), str(folder / LAYOUT), filed, payload, fsync=False, abandoned=lambda: False)
+    return file_of(folder, number)
 
 
 def file_of(folder: Path, number: int) -> Path:

@@ -20,6 +20,7 @@ from ec_p2p.engine.set_aside import SetAside
 from ec_p2p.engine.tally import Tally
 from tests.engine.disks import (
     FILE,
+    Clock,
     Failing,
     Gate,
     Memory,
@@ -390,7 +391,7 @@ def test_a_file_that_could_not_be_read_is_an_entry_again_by_the_next_scan(
 # ---------------------------------------------------------------- a folder that is not there
 
 
-def test_a_vanished_folder_loses_all_and_gives_it_back(memory: Memory, tmp_path: Path) -> None:
+def test_a_vanished_folder_loses_all_and_gives_it_back(memory: Memory, tmp_path: Path, clock: Clock) -> None:
     lost: list[bytes] = []
     folder, away = tmp_path / "disk", tmp_path / "away"
     with LocalDiskBackend(str(folder), on_lost=lost.append) as disk:
@@ -410,8 +411,9 @@ def test_a_vanished_folder_loses_all_and_gives_it_back(memory: Memory, tmp_path:
         assert not folder.exists()  # nothing is written beneath a mount point
         away.rename(folder)
         until(lambda: known(disk, range(7)) == set(range(5)))
-        until(lambda: read(disk, 1) == content(1, 2048))
-        until(lambda: memory.offer(disk, 6))
+        clock.now += 1
+        assert read(disk, 1) == content(1, 2048)
+        assert memory.offer(disk, 6)
         assert disk.flush(30)
         assert read(disk, 6) == content(6, 2048)
         assert gauge(disk, "disk_breaker", op="read") == gauge(disk, "disk_breaker", op="write") == 0

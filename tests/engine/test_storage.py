@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ec_p2p.config import make_config
 from ec_p2p.engine.cpu import Entry, OutOfMemory
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of
-from tests.engine.disks import Clock, Failing, Gate, Sick, count, files_in, gauge, until
+from tests.engine.disks import Clock, Failing, Gate, Sick, count, files_in, gauge, in_wait, until
 from tests.engine.entries import DTYPE, PAGE_ROWS, ROW_BYTES, bytes_in, embedding, is_right
 from tests.engine.tiers import entries_of
 
@@ -284,16 +283,6 @@ def test_what_was_got_from_disk_is_the_callers(open_storage: Open) -> None:
 # ---------------------------------------------------------------- one read per key
 
 
-def in_wait(thread: threading.Thread) -> bool:
-    """Whether the thread waits for an event of another."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    names = set()
-    while frame is not None:
-        names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return {"wait", "_stage"} <= names
-
-
 def together(gate: Gate, calls: list[Callable[[], object]]) -> list[object]:
     """The results of calls that all ask while the first of them is held up at the gate."""
     results: list[object] = []
@@ -302,7 +291,7 @@ def together(gate: Gate, calls: list[Callable[[], object]]) -> list[object]:
     assert gate.reached.wait(30)
     for thread in threads[1:]:
         thread.start()
-    until(lambda: all(in_wait(thread) for thread in threads[1:]))
+    until(lambda: all(in_wait(thread, "_stage") for thread in threads[1:]))
     gate.opened.set()
     for thread in threads:
         thread.join()

@@ -18,9 +18,8 @@ from ec_p2p.config import make_config
 from ec_p2p.engine.disk import CLOSE_S, LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import Filed, write_file
 from ec_p2p.engine.files import Files
-from tests.engine.disks import Clock, Failing, Gate, Sick, count, until
+from tests.engine.disks import Clock, Failing, Gate, Sick, count, in_wait, until
 from tests.engine.entries import DIM, DTYPE, PAGE_ROWS, ROW_BYTES, embedding, is_right
-from tests.engine.test_storage import in_wait
 
 FEW = 64 << 10
 """An arena of one slab, which has four records and fifteen pages."""
@@ -188,7 +187,7 @@ def test_who_waits_for_a_read_that_hangs_is_told_when_all_is_closed(tmp_path: Pa
     reader.start()
     assert gate.reached.wait(30)
     waiter.start()
-    until(lambda: in_wait(waiter))
+    until(lambda: in_wait(waiter, "_stage"))
     storage.close(0.05)
     waiter.join(30)
     ask()  # who comes later is, too

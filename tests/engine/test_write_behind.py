@@ -8,7 +8,7 @@ import pytest
 
 from ec_p2p.engine.filed import Abandoned
 from ec_p2p.engine.write_behind import Job, Offer, WriteBehind
-from tests.engine.disks import Memory, identity, until
+from tests.engine.disks import Memory, identity, in_wait, until
 
 KIB4 = (4, 512)
 """Rows and dim of an entry of 4 KiB."""
@@ -93,6 +93,7 @@ def test_flush_waits_for_what_came_before_and_not_for_more(memory: Memory) -> No
     flushed = threading.Event()
     waiter = threading.Thread(target=lambda: queue.flush(None) and flushed.set())
     waiter.start()
+    until(lambda: in_wait(waiter, "flush"))
     give(memory, queue, 1)
     disk.may_go_on.release()
     waiter.join(30)
