@@ -114,8 +114,8 @@ class Play(Fleet):
         self.common |= {
             "max_local_cpu_size": f"{4 * QUARTER}B",
             "slab_size": f"{2 * QUARTER}B",
-            "read_timeout_s": 0.5,
-            "node_timeout_s": 3.0,
+            "read_timeout_s": 2.0,
+            "node_timeout_s": 6.0,
         }
         if wires is not None:
             self.common["ec_ip"] = wires.directory
@@ -176,7 +176,7 @@ class Play(Fleet):
 
     # -------------------------------------------------------- wants
 
-    def want(self, identities, wait_s=5.0):
+    def want(self, identities, wait_s=20.0):
         """Ask the reader for entries, in one want; `what_landed` waits for what becomes of it."""
         items = [WantItem(identity, 0) for identity in identities]
         return self.reader.node.want(items, readers=0, wait_s=wait_s, expect_s=1.0)
@@ -210,7 +210,7 @@ class Play(Fleet):
 
     def has_landed(self, identity):
         """It can be had, soon or late."""
-        until(lambda: self.what_landed(self.want([identity], wait_s=1.0), [identity]), f"{identity.hex()[:8]} to land")
+        until(lambda: self.what_landed(self.want([identity], wait_s=5.0), [identity]), f"{identity.hex()[:8]} to land")
 
     # -------------------------------------------------------- what has to be true
 

@@ -102,7 +102,7 @@ class Engine:
         self.client = fleet.client(node, "tool", "engine")
         self.readers = readers
 
-    def ask(self, *identities, wait_s=10.0, readers=None):
+    def ask(self, *identities, wait_s=PATIENCE_S, readers=None):
         items = [WantItem(identity, 0) for identity in identities]
         readers = readers or self.readers
         return self.client.node.want(items, readers=readers, wait_s=wait_s, expect_s=wait_s, landing="device")

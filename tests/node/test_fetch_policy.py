@@ -9,7 +9,7 @@ from ec_p2p.node.fetch_policy import EncodeTimes, FetchPolicy
 from ec_p2p.node.messages import Encoding, Landed, Missing, WantItem
 from ec_p2p.node.rates import Rates
 
-from .conftest import until
+from .conftest import PATIENCE_S, until
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_instances_are_timed_on_their_own():
 
 
 def want(client, identity, *, can_encode):
-    number = client.node.want([WantItem(identity, 0, can_encode)], readers=0, wait_s=10.0, expect_s=0.0)
+    number = client.node.want([WantItem(identity, 0, can_encode)], readers=0, wait_s=PATIENCE_S, expect_s=0.0)
     answer = client.expect((Landed, Missing), lambda message: message.want == number)
     client.release(answer)
     return answer

@@ -106,7 +106,7 @@ def test_a_client_that_does_not_read_loses_messages_and_harms_nobody(host, zmq_f
 def test_junk_instead_of_an_attach(host, junk):
     node, client = host
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         sock.connect(attach_address(node.config))
         sock.send(junk)
         assert sock.recv(100) == b""
@@ -121,7 +121,7 @@ def test_junk_instead_of_an_attach(host, junk):
 def test_an_attach_that_cannot_be_is_refused_with_the_reason(host, attach, accepted):
     node, _ = host
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         sock.connect(attach_address(node.config))
         sock.send(encode(attach))
         answer = decode(sock.recv(65536), Attached | AttachRefused)
@@ -139,16 +139,16 @@ def test_junk_on_the_peer_port(host):
     for junk in JUNK:
         peer.send(junk)
     peer.send(encode(CardRequest(1, b"r" * 16)))
-    assert peer.poll(10_000)
+    assert peer.poll(1000 * PATIENCE_S)
     assert isinstance(decode(peer.recv(), FromPeer), Card)
     assert bad_frames(client, "peer") == len(JUNK)
     peer.send(encode(CardRequest(2, b"r" * 16)))
-    assert peer.poll(10_000)
+    assert peer.poll(1000 * PATIENCE_S)
     assert isinstance(decode(peer.recv(), FromPeer), Refused)
     peer.send(b"x" * (2 << 20))  # over the limit: ends the connection, not the node
     context.destroy()
     host_name, port = address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host_name, int(port)), 10) as raw:
+    with socket.create_connection((host_name, int(port)), PATIENCE_S) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert works(client)
 
@@ -218,7 +218,7 @@ def test_a_node_on_a_socket_file(zmq_fleet, tmp_path):
     again = zmq_fleet.node("a", node_socket=str(path))
     assert works(zmq_fleet.client(again))
     again.process.terminate()
-    assert again.process.wait(20) == 0
+    assert again.process.wait(PATIENCE_S) == 0
     assert list(tmp_path.iterdir()) == []
 
 

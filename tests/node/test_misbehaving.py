@@ -87,7 +87,7 @@ def test_a_reader_that_is_killed_leaves_its_holder_alone(plays, link, step):
     client.has_landed(identities[0])
     victim.stop_at(step)
     for identity in identities[1:]:
-        client.node.want([WantItem(identity, 0)], readers=0, wait_s=5.0, expect_s=1.0)
+        client.node.want([WantItem(identity, 0)], readers=0, wait_s=20.0, expect_s=1.0)
     victim.await_stop()
     victim.kill()
     for identity in identities:

@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from ec_p2p.node.messages import Landed, ReadEntry, WantItem
-from tests.node.conftest import Client, Fleet, until
+from tests.node.conftest import PATIENCE_S, Client, Fleet, until
 from tests.transport.ends import start_process
 
 _identities = itertools.count(1)
@@ -53,7 +53,8 @@ def orders(host, *landers):
     identity = next(_identities).to_bytes(32, "big")
     host.holder.store(identity, bytes(4096))
     scheduler = host.attach("tool")
-    want = scheduler.node.want([WantItem(identity, 0)], readers=1, wait_s=10.0, expect_s=10.0, landing="device")
+    long = {"wait_s": PATIENCE_S, "expect_s": PATIENCE_S}
+    want = scheduler.node.want([WantItem(identity, 0)], readers=1, landing="device", **long)
     heard = [[] for _ in landers]
 
     def settled():

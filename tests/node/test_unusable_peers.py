@@ -135,7 +135,7 @@ def test_what_only_such_a_node_holds_is_not_waited_for(zmq_fleet):
     identity, stop = os.urandom(32), threading.Event()
     context = zmq.Context()
     info = NodeInfo(os.urandom(16), "ghost", NOWHERE)
-    ghost = announce_to(context, node.config.directories[0], info, heartbeat_s=0.2, timeout_s=1.0)
+    ghost = announce_to(context, node.config.directories[0], info, heartbeat_s=0.2, timeout_s=20.0)
     ghost.store(Advert(identity, EntryState.RESIDENT, 128, 1, 64, "bfloat16", 1 << 20, 4096, 5))
 
     def announce():
