@@ -122,7 +122,8 @@ class Disk:
         """Whether it is found by those who read it."""
         self.dtype = "bfloat16"
         self.begun = []
-        self.passes = threading.Semaphore(0)
+        self._passed = 0
+        self._let = threading.Condition()
 
     def find(self, identity):
         return Filed(identity, self.nbytes, 1, self.nbytes // 2, self.dtype) if self.there else None
@@ -130,18 +131,24 @@ class Disk:
     find_readable = find
 
     def look(self, identity):
-        self.begun.append(identity)
-        self.passes.acquire()
+        self._wait(identity)
 
     def read(self, identity, into):
-        self.begun.append(identity)
-        self.passes.acquire()
+        self._wait(identity)
         into[:] = b"\x05" * len(into)
         return Filed(identity, len(into), 1, len(into) // 2, self.dtype) if self.right else None
 
     def let(self, count=1000):
-        """Let so many of the reads and looks end, those to come included."""
-        self.passes.release(count)
+        """Let so many of the reads and looks end, in the order in which they began, those to come included."""
+        with self._let:
+            self._passed += count
+            self._let.notify_all()
+
+    def _wait(self, identity):
+        with self._let:
+            self.begun.append(identity)
+            number = len(self.begun)
+            self._let.wait_for(lambda: number <= self._passed)
 
 
 class Rig:
