@@ -17,6 +17,8 @@ from tests.node.conftest import Fleet
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     fleet = Fleet("zmq")
+    # Nobody dies here, and nobody who is slow must be taken for dead, or a READ for failed.
+    fleet.common |= {"node_timeout_s": 60.0, "read_timeout_s": 60.0}
     yield fleet
     fleet.close()
 

@@ -61,7 +61,7 @@ def test_it_goes_on_and_sees_what_happens(fleet: Fleet) -> None:
         # The directory and the local node are asked one after the other.
         seen = list(_until(lines, lambda line: line["entries"] == 2 and _landed(line) == 1))
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert sum(line["adverts_per_s"] > 0 for line in seen) >= 1
     assert seen[-1]["local_node"]["fetches"] == {"landed": 1.0, "failed": 0.0, "bytes": 12_800.0}
     assert seen[-1]["local_node"]["name"] == two.config.name
@@ -90,7 +90,7 @@ def test_a_reader_that_has_seen_enough_ends_it(announced: Announced) -> None:
         assert process.stderr
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr.read() == b""
 
 

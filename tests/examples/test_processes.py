@@ -24,6 +24,7 @@ if os.fork() == 0:
         {SLEEP}
     os._exit(0)
 os.wait()
+print("detached", flush=True)
 {SLEEP}
 """
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True);" + SLEEP
@@ -37,7 +38,8 @@ def gone(pids: list[int]) -> bool:
 def test_a_detached_orphan_ends_with_the_run(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         process = run.start("program", [*PYTHON, DETACHED])
-        until(lambda: len(run.living()) == 2, "parent and orphan", timeout_s=20)
+        until(lambda: "detached" in process.tail(), "parent and orphan", timeout_s=60)
+        assert len(run.living()) == 2
         assert len(process.session()) == 1
         started = run.living()
     assert gone(started)
@@ -46,7 +48,8 @@ def test_a_detached_orphan_ends_with_the_run(tmp_path: Path) -> None:
 def test_killing_a_program_leaves_what_it_detached(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         process = run.start("program", [*PYTHON, DETACHED])
-        until(lambda: len(run.living()) == 2, "parent and orphan", timeout_s=20)
+        until(lambda: "detached" in process.tail(), "parent and orphan", timeout_s=60)
+        assert len(run.living()) == 2
         process.kill()
         assert not process.alive()
         assert len(run.living()) == 1
@@ -55,7 +58,7 @@ def test_killing_a_program_leaves_what_it_detached(tmp_path: Path) -> None:
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         process = run.start("stubborn", [*PYTHON, STUBBORN])
-        until(lambda: "deaf" in process.tail(), "SIGTERM ignored", timeout_s=20)
+        until(lambda: "deaf" in process.tail(), "SIGTERM ignored", timeout_s=60)
         process.stop(grace_s=0.2)
         assert not process.alive()
     assert gone([process.pid])
@@ -64,7 +67,7 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 def test_the_mark_survives_a_change_of_name(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         process = run.start("renamed", [sys.executable, "-c", RENAMED])
-        until(lambda: "somebody else" in procfs.command(process.pid), "another name", timeout_s=20)
+        until(lambda: "somebody else" in procfs.command(process.pid), "another name", timeout_s=60)
         assert run.living() == [process.pid]
 
 
@@ -75,7 +78,7 @@ def test_shared_memory_of_the_killed_is_removed(tmp_path: Path) -> None:
     maps = f"import mmap; file = open({str(path)!r}, 'r+b'); m = mmap.mmap(file.fileno(), 4096);" + SLEEP
     with Run(tmp_path) as run:
         process = run.start("mapping", [*PYTHON, maps])
-        until(lambda: path in procfs.shared_memory(process.pid), "the segment mapped", timeout_s=20)
+        until(lambda: path in procfs.shared_memory(process.pid), "the segment mapped", timeout_s=60)
         segment.close()
     assert not path.exists()
 
@@ -84,7 +87,7 @@ def test_a_program_that_ends_early_is_reported_with_its_last_words(tmp_path: Pat
     with Run(tmp_path) as run:
         process = run.start("brief", [*PYTHON, "import sys; sys.exit('no such model')"])
         with pytest.raises(Failed, match=r"brief ended with status 1.*\n.*no such model"):
-            process.wait_ready(lambda: False, timeout_s=20)
+            process.wait_ready(lambda: False, timeout_s=60)
 
 
 def test_a_program_that_is_never_ready_is_reported_in_time(tmp_path: Path) -> None:
@@ -114,7 +117,9 @@ with Run(Path({str(tmp_path)!r})) as run:
     ) as outer:
         assert outer.stdout
         mark, tmp = outer.stdout.readline().split()
-        until(lambda: len(procfs.marked("EC_P2P_RUN", mark)) == 2, "parent and orphan", timeout_s=20)
+        log = tmp_path / "program.log"
+        until(lambda: log.exists() and "detached" in log.read_text(), "parent and orphan", timeout_s=60)
+        assert len(procfs.marked("EC_P2P_RUN", mark)) == 2
         outer.send_signal(signal.SIGINT)
         _, errors = outer.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors

@@ -12,7 +12,7 @@ from ec_p2p.transport.checks import pack_card
 from ec_p2p.transport.interface import Span, State, TransportError
 from ec_p2p.transport.zmq import ZmqTransport
 from ec_p2p.transport.zmq_reading import CHUNK_BYTES, PROTOCOL_VERSION, WINDOW
-from tests.transport.ends import ARENA, SLAB, End, Holder, unique_name, until
+from tests.transport.ends import ARENA, PATIENCE_S, SLAB, End, Holder, unique_name, until
 
 NAME = "scripted"
 
@@ -27,7 +27,7 @@ class ScriptedHolder:
         self.card = pack_card("zmq", PROTOCOL_VERSION, NAME, f"tcp://127.0.0.1:{port}", ARENA)
 
     def request(self):
-        assert self.router.poll(10_000), "no request came"
+        assert self.router.poll(1000 * PATIENCE_S), "no request came"
         reader, request = self.router.recv_multipart()
         version, name, ticket, offset, nbytes = msgpack.unpackb(request)
         assert (version, name) == (PROTOCOL_VERSION, NAME)
@@ -175,7 +175,7 @@ def test_a_frame_that_is_too_long_ends_that_connection_only(end, holder):
     stranger = dial(end, holder)
     monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     stranger.send(bytes(1 << 20))
-    assert monitor.poll(10_000), "the holder took it"
+    assert monitor.poll(1000 * PATIENCE_S), "the holder took it"
     stranger.disable_monitor()
     monitor.close()
     stranger.close()
@@ -197,7 +197,7 @@ def test_a_frame_that_is_too_long_ends_that_connection_only(end, holder):
 def test_requests_that_make_no_sense_are_refused(end, holder, name, offset, nbytes, said):
     stranger = dial(end, holder)
     stranger.send(msgpack.packb([PROTOCOL_VERSION, name or holder.name, 7, offset, nbytes]))
-    assert stranger.poll(10_000)
+    assert stranger.poll(1000 * PATIENCE_S)
     (answer,) = stranger.recv_multipart()
     ticket, reason = msgpack.unpackb(answer)
     assert ticket == 7
