@@ -24,7 +24,9 @@ from fleet import Fleet, Host
 from metrics import DIRECT
 from processes import Run, until
 
+from ec_p2p.cli.following import Following
 from ec_p2p.config import make_config
+from ec_p2p.identity import entry_identity
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Inspect, Inspection, Landed, Missing, WantItem
 
@@ -116,6 +118,27 @@ def entry_bytes(client: NodeClient, identity: bytes) -> bytes | None:
     copied = bytes(arena.buffer[answer.offset : answer.offset + answer.nbytes])
     client.release(answer.lease)
     return copied
+
+
+def told(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
+    """Wait until the node of `host` knows who has the entries that a producer's hint names. An answer of the producer
+    may come before that: it saves, and its node advertises, behind its back."""
+    with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:
+        assert following.catch_up(PATIENCE_S) == []
+        (replica,) = following.view.replicas
+        instances = [instance for node in replica.nodes() for instance in replica.instances(node.incarnation)]
+    (namespace,) = {instance.namespace for instance in instances if instance.namespace}
+    with looking_into(fleet, host) as client:
+        for identifier in hint:
+            identity = entry_identity(namespace, identifier)
+            until(lambda known=identity: _advertised(client, known), f"{host.label} to know {identifier}", PATIENCE_S)
+
+
+def _advertised(client: NodeClient, identity: bytes) -> bool:
+    """Asks for other rows than it has: so it would be fetched, and is not."""
+    want = client.want([WantItem(identity, 1)], readers=0, wait_s=5.0, expect_s=0.0)
+    answer = _answer(client, Landed | Missing, lambda message: message.want == want)
+    return isinstance(answer, Missing) and answer.reason == "rows"
 
 
 def _answer(client: NodeClient, kind: Any, is_it: Any) -> Any:

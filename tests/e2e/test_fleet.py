@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from chat import ask, chat_body
-from fleet import DemoFleet, Server
+from fleet import DemoFleet, Fleet, Server
 
 from tests.e2e.counting import Change, salted, same
-from tests.e2e.rig import encode
+from tests.e2e.rig import encode, told
 
 Image = Callable[..., str]
 
 pytestmark = pytest.mark.nixl
 
 
-def test_found_through_the_directory_without_a_hint(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def encoded(lasting_fleet: Fleet, fleet: DemoFleet, body: dict[str, Any]) -> None:
+    """Have the producer encode the images of a request, and the consumers' node be told of it."""
+    host = fleet.consumers[0].host
+    assert host is not None
+    told(lasting_fleet, host, encode(fleet.producer.url, body))
+
+
+def test_found_through_the_directory_without_a_hint(
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
+) -> None:
     image = fresh_image()
-    encode(fleet.producer.url, chat_body("encode", [image]))
+    encoded(lasting_fleet, fleet, chat_body("encode", [image]))
     consumer = fleet.consumers[0]
     change, body = Change(consumer), salted("no hint", image)
     answer = ask(consumer.url, body)
@@ -38,9 +48,11 @@ def test_found_with_the_producers_hint(fleet: DemoFleet, plain: Server, fresh_im
     same(answer, plain, body)
 
 
-def test_two_instances_of_one_host_share_its_node(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def test_two_instances_of_one_host_share_its_node(
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
+) -> None:
     image = fresh_image()
-    encode(fleet.producer.url, chat_body("encode", [image]))
+    encoded(lasting_fleet, fleet, chat_body("encode", [image]))
     first, second = fleet.consumers
     change = Change(first)
     ask(first.url, salted("first", image))
@@ -55,9 +67,11 @@ def test_two_instances_of_one_host_share_its_node(fleet: DemoFleet, plain: Serve
     same(answer, plain, body)
 
 
-def test_the_same_image_twice_in_one_request_is_one_fetch(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def test_the_same_image_twice_in_one_request_is_one_fetch(
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
+) -> None:
     image = fresh_image()
-    encode(fleet.producer.url, chat_body("encode", [image]))
+    encoded(lasting_fleet, fleet, chat_body("encode", [image]))
     consumer = fleet.consumers[1]
     change, body = Change(consumer), salted("twice", image, image)
     answer = ask(consumer.url, body)
@@ -76,9 +90,11 @@ def test_an_image_that_nobody_has_is_encoded_by_the_consumer(
     same(answer, plain, body)
 
 
-def test_cached_and_uncached_items_in_one_request(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def test_cached_and_uncached_items_in_one_request(
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
+) -> None:
     known, new = fresh_image(), fresh_image()
-    encode(fleet.producer.url, chat_body("encode", [known]))
+    encoded(lasting_fleet, fleet, chat_body("encode", [known]))
     consumer = fleet.consumers[1]
     change, body = Change(consumer), salted("mixed", new, known)
     answer = ask(consumer.url, body)
@@ -107,22 +123,24 @@ def test_text_alone_asks_nobody(fleet: DemoFleet, plain: Server) -> None:
     change.settles(answered=1, encodes=0, landed_remote=0, landed_local=0, missing=0)
 
 
-def test_a_hint_of_nonsense_changes_nothing(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def test_a_hint_of_nonsense_changes_nothing(
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
+) -> None:
     consumer = fleet.consumers[0]
     for number, nonsense in enumerate(
         ({"x": None}, {"http://elsewhere:1": {"peer_host": "198.51.100.1", "size_bytes": -5}}, {"": [[]]})
     ):
         image = fresh_image()
-        encode(fleet.producer.url, chat_body("encode", [image]))
+        encoded(lasting_fleet, fleet, chat_body("encode", [image]))
         change, body = Change(consumer), salted(f"nonsense {number}", image)
         answer = ask(consumer.url, {**body, "ec_transfer_params": nonsense})
         change.settles(answered=1, encodes=0, landed_remote=1)
         same(answer, plain, body)
 
 
-def test_many_requests_at_once(fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
+def test_many_requests_at_once(lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image) -> None:
     images = [fresh_image(200, 200) for _ in range(4)]
-    encode(fleet.producer.url, chat_body("encode", images))
+    encoded(lasting_fleet, fleet, chat_body("encode", images))
     consumer = fleet.consumers[0]
     bodies = [salted(f"burst {number}", images[number % 4], images[(number + 1) % 4]) for number in range(12)]
     change = Change(consumer)
