@@ -14,7 +14,17 @@ from processes import Run, until
 
 from ec_p2p.identity import entry_identity
 from tests.e2e.counting import Change, salted, same
-from tests.e2e.rig import FORKED_SERVER, PATIENCE_S, encode, entry_bytes, kill_node, looking_into, node_pids, post
+from tests.e2e.rig import (
+    FORKED_SERVER,
+    PATIENCE_S,
+    encode,
+    entry_bytes,
+    kill_node,
+    looking_into,
+    node_pids,
+    post,
+    told,
+)
 
 Image = Callable[..., str]
 
@@ -67,7 +77,9 @@ def fetches(pair: Pair, plain: Server, image: str) -> bool:
 
 def test_the_bytes_at_the_consumer_are_those_of_the_producer(pair: Pair, fresh_image: Image) -> None:
     image = fresh_image()
-    [identifier] = encode(pair.producer.url, chat_body("encode", [image]))
+    hint = encode(pair.producer.url, chat_body("encode", [image]))
+    told(pair.fleet, pair.consumer_host, hint)
+    [identifier] = hint
     identity = entry_identity(NAMESPACE, identifier)
     ask(pair.consumer.url, salted("bytes", image))
     with looking_into(pair.fleet, pair.producer_host) as there, looking_into(pair.fleet, pair.consumer_host) as here:
