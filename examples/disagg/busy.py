@@ -25,7 +25,7 @@ from processes import Failed, Process, Run, interruptible, log_folder, until
 
 from ec_p2p.config import Config, make_config
 from ec_p2p.node.client import NodeClient
-from ec_p2p.node.messages import Commit, Landed, OpenWindow, Sync, Synced, WantItem, Window
+from ec_p2p.node.messages import Commit, Landed, Missing, OpenWindow, Sync, Synced, WantItem, Window
 
 _PATIENCE_S = 60.0
 _DIM = 1024
@@ -100,6 +100,9 @@ def start_node(fleet: Fleet, host: Host, arena_mib: int) -> Process:
         "max_local_cpu_size": f"{arena_mib}MiB",
         "slab_size": "64MiB",
         "share_fetched": "false",
+        # Nobody here fails: a machine that is too busy for a moment is waited for.
+        "read_timeout_s": "20",
+        "node_timeout_s": "20",
     }
     options = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     command = [sys.executable, "-m", "ec_p2p.cli", "node", "--name", host.node_name, *options]
@@ -134,8 +137,9 @@ def load(config: Config, fetches_per_s: float) -> None:
         while True:
             for number in range(_ENTRIES):
                 client.want([WantItem(_identity(number), 0)], readers=0, wait_s=_PATIENCE_S, expect_s=_PATIENCE_S)
-                landed = _hear(client, Landed)
-                client.release(landed.lease)
+                answer = _hear(client, Landed, Missing)
+                if isinstance(answer, Landed):
+                    client.release(answer.lease)
                 due = max(due + 1 / fetches_per_s, time.monotonic() - 1.0)
                 time.sleep(max(0.0, due - time.monotonic()))
 
@@ -161,11 +165,12 @@ def _identity(number: int) -> bytes:
     return b"busy%28d" % number
 
 
-def _hear(client: NodeClient, kind: type[_M]) -> _M:
+def _hear(client: NodeClient, *kinds: type[_M]) -> _M:
     def heard() -> _M | None:
-        return next((message for message in client.poll(0.1) if isinstance(message, kind)), None)
+        return next((message for message in client.poll(0.1) if isinstance(message, kinds)), None)
 
-    return until(heard, f"a message of {kind.__name__}", _PATIENCE_S, pause_s=0.0)
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    return until(heard, f"a message of {wanted}", _PATIENCE_S, pause_s=0.0)
 
 
 def engine(fleet: Fleet, host: Host) -> Callable[[], float]:
