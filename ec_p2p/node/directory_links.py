@@ -27,7 +27,7 @@ from ec_p2p.wire.notation import without_password
 logger = logging.getLogger(__name__)
 
 _TRY_TO_HOST_S = 1.0
-_FAREWELL_S = 0.5
+_FAREWELL_S = 2.0
 _LOOK_AGAIN_S = 0.002
 
 

@@ -120,7 +120,7 @@ def entry_bytes(client: NodeClient, identity: bytes) -> bytes | None:
     return copied
 
 
-def told(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
+def until_known(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
     """Wait until the node of `host` knows who has the entries that a producer's hint names. An answer of the producer
     may come before that: it saves, and its node advertises, behind its back."""
     with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:

@@ -23,7 +23,7 @@ from tests.e2e.rig import (
     looking_into,
     node_pids,
     post,
-    told,
+    until_known,
 )
 
 Image = Callable[..., str]
@@ -78,7 +78,7 @@ def fetches(pair: Pair, plain: Server, image: str) -> bool:
 def test_the_bytes_at_the_consumer_are_those_of_the_producer(pair: Pair, fresh_image: Image) -> None:
     image = fresh_image()
     hint = encode(pair.producer.url, chat_body("encode", [image]))
-    told(pair.fleet, pair.consumer_host, hint)
+    until_known(pair.fleet, pair.consumer_host, hint)
     [identifier] = hint
     identity = entry_identity(NAMESPACE, identifier)
     ask(pair.consumer.url, salted("bytes", image))

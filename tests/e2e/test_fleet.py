@@ -11,18 +11,18 @@ from chat import ask, chat_body
 from fleet import DemoFleet, Fleet, Server
 
 from tests.e2e.counting import Change, salted, same
-from tests.e2e.rig import encode, told
+from tests.e2e.rig import encode, until_known
 
 Image = Callable[..., str]
 
 pytestmark = pytest.mark.nixl
 
 
-def encoded(lasting_fleet: Fleet, fleet: DemoFleet, body: dict[str, Any]) -> None:
-    """Have the producer encode the images of a request, and the consumers' node be told of it."""
+def encoded(lasting_fleet: Fleet, fleet: DemoFleet, body: dict[str, Any], by: Server | None = None) -> None:
+    """Have the images of a request encoded, by the producer if not by another, and the consumers' node be told."""
     host = fleet.consumers[0].host
     assert host is not None
-    told(lasting_fleet, host, encode(fleet.producer.url, body))
+    until_known(lasting_fleet, host, encode((by or fleet.producer).url, body))
 
 
 def test_found_through_the_directory_without_a_hint(
@@ -103,7 +103,7 @@ def test_cached_and_uncached_items_in_one_request(
 
 
 def test_an_instance_of_both_roles_shares_and_is_shared_with(
-    fleet: DemoFleet, plain: Server, fresh_image: Image
+    lasting_fleet: Fleet, fleet: DemoFleet, plain: Server, fresh_image: Image
 ) -> None:
     image = fresh_image()
     change, body = Change(fleet.both), salted("mine", image)
@@ -112,6 +112,7 @@ def test_an_instance_of_both_roles_shares_and_is_shared_with(
     change, body = Change(fleet.both), salted("mine again", image)
     same(ask(fleet.both.url, body), plain, body)
     change.settles(answered=1, encodes=0, landed_remote=0, encoder_cache=1)
+    encoded(lasting_fleet, fleet, salted("whose", image), fleet.both)
     change, body = Change(fleet.consumers[0]), salted("yours", image)
     same(ask(fleet.consumers[0].url, body), plain, body)
     change.settles(answered=1, encodes=0, landed_remote=1)

@@ -12,7 +12,7 @@ from processes import until
 from ec_p2p.cli.following import Following
 from ec_p2p.config import make_config
 from tests.e2e.counting import Change, salted, same_but_for_rounding
-from tests.e2e.rig import PATIENCE_S, encode, entry_bytes, inspect, looking_into
+from tests.e2e.rig import PATIENCE_S, encode, entry_bytes, inspect, looking_into, until_known
 
 Image = Callable[..., str]
 
@@ -37,7 +37,7 @@ def settles(fleet: Fleet, host: Host, counter: str, value: int) -> None:
 def told(fleet: Fleet, host: Host) -> tuple[list[bytes], list[str]]:
     """What the directory knows of a host's node: its entries, and the instances there."""
     with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:
-        assert following.catch_up(10.0) == []
+        assert following.catch_up(PATIENCE_S) == []
         (replica,) = following.view.replicas
         (node,) = (node for node in replica.nodes() if node.name == host.node_name)
         held_there = [advert.identity for advert in replica.held_by(node.incarnation)]
@@ -57,8 +57,9 @@ def test_two_ranks_encode_and_two_ranks_load(own: Fleet, plain: Server, fresh_im
     consumer = own.server("consumer", other, own.connector("ec_consumer", other), TWO_RANKS)
     own.wait_ready([consumer])
     image = fresh_image()
-    encode(producer.url, chat_body("encode", [image]))
+    hint = encode(producer.url, chat_body("encode", [image]))
     settles(own, one, "saves", 1)
+    until_known(own, other, hint)
     change, body = Change(consumer), salted("two ranks", image)
     answer = ask(consumer.url, body)
     change.settles(answered=1, encodes=0, landed_remote=1, landed_local=0, missing=0)
@@ -82,7 +83,7 @@ def test_two_ranks_land_on_their_own_devices(own: Fleet, fresh_image: Image) -> 
     own.wait_ready([producer, on_devices, in_arena])
     images = [fresh_image(), fresh_image()]
     for image in images:
-        encode(producer.url, chat_body("encode", [image]))
+        until_known(own, other, encode(producer.url, chat_body("encode", [image])))
     change = Change(on_devices)
     answer = ask(on_devices.url, salted("two images", *images))
     change.settles(answered=1, encodes=0, landed_remote=2, missing=0)
@@ -110,9 +111,10 @@ def test_two_engines_of_one_server_share_one_fetch(own: Fleet, plain: Server, fr
     consumer = own.server("consumer", other, own.connector("ec_consumer", other), TWO_ENGINES)
     own.wait_ready([consumer])
     images = [fresh_image(), fresh_image()]
-    for image in images:
-        encode(producer.url, chat_body("encode", [image]))
+    hints = [encode(producer.url, chat_body("encode", [image])) for image in images]
     settles(own, one, "saves", 2)
+    for hint in hints:
+        until_known(own, other, hint)
     change = Change(consumer)
     for turn in range(4):
         body = salted(f"turn {turn}", *images)
