@@ -13,9 +13,14 @@ from pathlib import Path
 
 import procfs
 import pytest
+from hypothesis import HealthCheck, settings
 from processes import Failed, until
 
 _MARK = "EC_P2P_TESTS"
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # A shell starts what it sends to the background deaf to Ctrl-C, and every process that this one starts would be, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.config import KINDS, Config, ConfigError, as_settings, check_value, make_config, parse_size
@@ -217,7 +217,6 @@ def test_a_configuration_survives_being_written_down(settings):
     assert make_config(json.loads(json.dumps(as_settings(config)))) == config
 
 
-@settings(deadline=None)
 @given(st.integers(1, (1 << 60) - 1))
 def test_a_readable_size_is_read_as_the_same_size(nbytes):
     text = readable_size(nbytes)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -29,7 +29,6 @@ from ec_p2p.identity import (
 )
 
 TEXTS = st.text(st.characters(), max_size=20)  # surrogates too
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 # ---------------------------------------------------------------- keys and identities
@@ -71,7 +70,6 @@ def test_identity_is_the_documented_hash() -> None:
     assert [identities_in("ns")(name) for name in ("aé", "b")] == [expected, entry_identity("ns", "b")]
 
 
-@UNHURRIED
 @given(TEXTS, TEXTS, TEXTS, TEXTS)
 def test_different_names_have_different_identities(space: str, name: str, other_space: str, other_name: str) -> None:
     same = (space, name) == (other_space, other_name)
@@ -79,7 +77,6 @@ def test_different_names_have_different_identities(space: str, name: str, other_
     assert len(entry_identity(space, name)) == 32
 
 
-@UNHURRIED
 @given(TEXTS, TEXTS, st.integers(0, 100))
 def test_moving_the_border_changes_the_identity(space: str, name: str, cut: int) -> None:
     joined = space + name
@@ -115,7 +112,7 @@ def shuffled(value: object, rng: random.Random) -> object:
     return value
 
 
-@settings(UNHURRIED, max_examples=40)
+@settings(max_examples=40)
 @given(st.dictionaries(TEXTS, JSON, max_size=4), st.randoms(use_true_random=False))
 def test_the_order_of_parts_does_not_matter(parts: dict[str, object], rng: random.Random) -> None:
     other = shuffled(parts, rng)
@@ -417,7 +414,6 @@ def test_tensors_of_encoders_and_unknown_ones_are_not(name: str) -> None:
     assert not in_language_model(name)
 
 
-@UNHURRIED
 @given(TEXTS)
 def test_any_name_is_judged(name: str) -> None:
     assert in_language_model(f"vision_tower.{name}") is False

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.config import DEFAULTS, KINDS, Config
@@ -194,7 +194,6 @@ def layer_of(name: str) -> st.SearchStrategy[dict[str, object]]:
     )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(layers=st.fixed_dictionaries({name: layer_of(name) for name in LAYERS}))
 def test_whatever_is_set_the_highest_layer_wins(tmp_path_factory, layers):
     path = tmp_path_factory.getbasetemp() / "any.yaml"

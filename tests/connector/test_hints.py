@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.connector.identifiers import is_hinted
@@ -43,7 +43,6 @@ def test_no_hint_changes_what_a_request_gets(hint, data):
     assert loaded(h.schedule(request(feature, hint=hint))) == ["a"]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(JSON)
 def test_any_value_is_survived(hint):
     node = ScriptedNode(Clock())

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgpack
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.control import messages
@@ -41,7 +41,6 @@ UNIONS = {
     "from node": FromNode,
 }
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 NODE = NodeInfo(incarnation=b"i" * 16, name="host-1", address="tcp://10.0.0.1:4000")
 ADVERT = Advert(
@@ -92,7 +91,6 @@ snapshots = st.builds(
 )
 
 
-@unhurried
 @given(
     st.one_of(announces, st.builds(Hello, version=naturals, node=nodes), st.builds(Heartbeat, incarnations, naturals))
 )
@@ -100,7 +98,6 @@ def test_what_a_node_says_round_trips(message: msgspec.Struct) -> None:
     assert decode(encode(message), ToDirectory) == message
 
 
-@unhurried
 @given(snapshots)
 def test_snapshots_round_trip(message: SnapshotChunk) -> None:
     assert decode(memoryview(encode(message)), FromDirectory) == message
@@ -112,13 +109,11 @@ def test_messages_with_maps_and_floats_round_trip() -> None:
 
 
 @pytest.mark.parametrize("union", UNIONS.values(), ids=UNIONS)
-@unhurried
 @given(frame=st.binary(max_size=200))
 def test_random_bytes_are_bad_frames(union: object, frame: bytes) -> None:
     refuses_or_round_trips(frame, union)
 
 
-@unhurried
 @given(
     message=st.one_of(announces, snapshots),
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6),
@@ -159,7 +154,6 @@ TAGS = (
 )
 
 
-@unhurried
 @given(tag=st.sampled_from(TAGS), fields=st.lists(plain, max_size=9))
 def test_right_tags_over_wrong_fields_never_raise_anything_else(tag: str, fields: list[object]) -> None:
     frame = msgpack.packb([tag, *fields], unicode_errors="surrogatepass")

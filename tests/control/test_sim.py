@@ -98,7 +98,6 @@ steps = st.tuples(st.sampled_from([*["wait", "change"] * 6, *WORK, *TROUBLE]), s
 @settings(
     max_examples=RUNS or 10,
     derandomize=not RUNS,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

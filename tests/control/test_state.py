@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -278,6 +278,4 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 TestDirectoryMachine = DirectoryMachine.TestCase
-TestDirectoryMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestDirectoryMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.control.messages import Advert, NodeInfo
@@ -118,7 +118,6 @@ adverts = st.builds(advert, st.integers(0, 4), st.integers(1, 2))
 changes = st.tuples(infos, st.lists(adverts, max_size=5), st.lists(st.integers(0, 4), max_size=3))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(changes | infos, max_size=30))
 def test_whatever_happens_the_table_is_equal_to_a_plain_one(steps: list[object]) -> None:
     heard = Heard()

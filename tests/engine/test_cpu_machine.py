@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
@@ -358,5 +358,5 @@ TestCpuMachine = CpuMachine.TestCase
 TestGdsfMachine = GdsfMachine.TestCase
 TestImpatientMachine = ImpatientMachine.TestCase
 TestCpuMachine.settings = TestGdsfMachine.settings = TestImpatientMachine.settings = settings(
-    max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=80
 )

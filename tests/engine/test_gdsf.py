@@ -7,7 +7,7 @@ from itertools import islice
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine import gdsf, line
@@ -172,7 +172,7 @@ class Model:
 CALLS = st.tuples(st.sampled_from("aaottrvvg"), st.integers(0, 11), st.sampled_from([4096, MIB, 5 * MIB]))
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.lists(CALLS, max_size=120))
 def test_the_order_is_the_models(calls: list[tuple[str, int, int]]) -> None:
     """Looked up a few at a time, so that short looks get past every look-up. `g`: as a tier does, the first victims

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.engine import generation
@@ -58,7 +58,6 @@ def test_itemsizes_are_torchs() -> None:
         assert itemsize(name) == getattr(torch, name).itemsize
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(0, 2**64 - 1),
     st.binary(min_size=32, max_size=32),
@@ -72,7 +71,6 @@ def test_pack_and_unpack_are_inverse(generation: int, identity: bytes, rows: int
         assert unpack(pack(record)) == record
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(min_size=64, max_size=64))
 def test_unpack_takes_any_64_bytes(data: bytes) -> None:
     record = unpack(data)

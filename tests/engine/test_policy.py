@@ -4,7 +4,7 @@ from itertools import islice
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_p2p.engine import line
@@ -43,7 +43,7 @@ def test_lru_refuses_to_forget_what_it_does_not_know() -> None:
             call(b"a", 1)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from("aortv"), st.integers(0, 9)), max_size=80))
 def test_lru_agrees_with_a_list(calls: list[tuple[str, int]]) -> None:
     """Looked up a few at a time, so that a short list of calls gets past every look-up."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -304,6 +304,4 @@ class StorageMachine(RuleBasedStateMachine):
 
 
 TestStorageMachine = StorageMachine.TestCase
-TestStorageMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestStorageMachine.settings = settings(max_examples=80, stateful_step_count=40)

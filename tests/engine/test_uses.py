@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from hashlib import sha256
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.engine.uses import Uses
@@ -13,7 +13,6 @@ def identity(number: int) -> bytes:
     return sha256(str(number).encode()).digest()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 20), max_size=200))
 def test_few_identities_are_counted_exactly(numbers: list[int]) -> None:
     uses, exact = Uses(), Counter[int]()

@@ -33,7 +33,7 @@ from ec_p2p.transport.checks import unpack_card
 from ec_p2p.transport.interface import Span, State, TransportError
 from ec_p2p.transport.zmq_reading import Peer, ZmqReading, cut
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+unhurried = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 patient = settings(unhurried, max_examples=500)
 
 IDENTITY = b"k" * 32

@@ -682,4 +682,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestMachine.settings = settings(max_examples=100, stateful_step_count=50)

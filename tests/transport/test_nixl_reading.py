@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_p2p.transport.interface import Span, State
@@ -16,7 +16,6 @@ LOCAL, REMOTE = 1 << 40, 1 << 50
 sizes = st.lists(st.integers(1, 3 * PIECE_BYTES), min_size=1, max_size=6)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizes, sizes, st.data())
 def test_pieces_cover_the_spans_in_order_and_cross_no_end(local_sizes, remote_sizes, data):
     local_ends = list(itertools.accumulate(local_sizes))
