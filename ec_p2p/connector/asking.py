@@ -137,7 +137,7 @@ class Asking:
     def announce(self, identities: Sequence[bytes]) -> None:
         """Tell others that these are being encoded here."""
         now = self._clock()
-        self._end_of_the_way(now)
+        self._forget_overdue_saves(now)
         if identities:
             self._client.encoding(identities)
             for identity in identities:
@@ -291,7 +291,7 @@ class Asking:
             return
         want, item = found
         if want.check:
-            self._end_of_the_way(self._clock())
+            self._forget_overdue_saves(self._clock())
             if missing.reason == "no_source" and item.identity not in self._on_its_way:
                 self._held.pop(item.identity, None)
                 self.not_in_node[item.identifier] = item.identity
@@ -328,7 +328,7 @@ class Asking:
         if len(self._held) > REMEMBERED:
             del self._held[next(iter(self._held))]
 
-    def _end_of_the_way(self, now: float) -> None:
+    def _forget_overdue_saves(self, now: float) -> None:
         """A save of which nothing is heard by now may have met no node."""
         while self._on_its_way and now - next(iter(self._on_its_way.values())) >= ON_ITS_WAY_S:
             del self._on_its_way[next(iter(self._on_its_way))]
