@@ -198,7 +198,7 @@ class Transfers(Generic[Owner]):
     # -------------------------------------------------------- inside
 
     def _next_holder(self) -> bytes | None:
-        """One with something to post, and room in its window and below the bound."""
+        """The first in line with something to post, and room in its window and below the bound."""
         if not self._added:
             return None
         if not self._in_flight and not self._quarantine:
@@ -211,10 +211,10 @@ class Transfers(Generic[Owner]):
         return sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
 
     def _take_batch(self, peer: bytes) -> _Transfer[Owner]:
-        legs = self._added[peer]
+        legs = self._added.pop(peer)
         batch = take_batch(legs, min(BATCH_BYTES, self._window_bytes))
-        if not legs:
-            del self._added[peer]
+        if legs:
+            self._added[peer] = legs  # behind the other holders: it is their turn now
         return self._transfer(peer, batch)
 
     def _transfer(self, peer: bytes, legs: deque[Leg[Owner]]) -> _Transfer[Owner]:

@@ -274,6 +274,25 @@ def test_whoever_hangs_what_is_in_quarantine_stays_below_its_bound_and_one_read(
     assert bench.rig.backend.reserved_bytes == bench.transfers.quarantined_bytes == 0
 
 
+def test_holders_that_fill_the_bound_over_and_over_do_not_keep_another_from_being_read(bench):
+    bench = Bench(bench.rig, quarantine_bytes=16 << 10)
+    bench.rig.wire.state = State.POSTED
+    *busy, patient = [bytes([holder] * 16) for holder in range(5)]
+    for peer, _ in itertools.product(busy, range(3)):
+        bench.add("busy", peer)
+    bench.add("patient", patient)
+    bench.transfers.turn(0.0)
+    assert [peer for peer, _ in bench.rig.wire.reads] == [peer.hex() for peer in busy]
+    for reading in bench.rig.wire.readings:
+        reading.state = State.DONE
+    for now in (0.1, 0.2):  # the records travel, then whatever is next
+        bench.transfers.turn(now)
+        for reading in bench.rig.wire.readings[4:8]:
+            reading.state = State.DONE
+    next_round = [peer for peer, _ in bench.rig.wire.reads[8:]]
+    assert next_round == [peer.hex() for peer in (patient, *busy[:3])]
+
+
 def test_an_entry_larger_than_the_bound_is_read_when_nothing_else_is(bench):
     bench = Bench(bench.rig, quarantine_bytes=64 << 10)
     bench.rig.wire.state = State.POSTED
