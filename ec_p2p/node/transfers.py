@@ -35,12 +35,13 @@ from ec_p2p.transport.interface import Reading, Span, State, Transport, Transpor
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""Payload that travels together, unless a single entry has more: who waits for a small one should not have to wait for
-many large ones."""
+"""Landing memory of what travels together, unless a single entry takes more: who waits for a small one should not have
+to wait for many large ones."""
 BATCH_LEGS = 256
 WINDOW_BYTES = 64 << 20
-"""Payload in flight from one holder, where one READ more may be posted below it; the rest waits here. Far more than any
-wire needs. It bounds what a holder that hangs can put into quarantine."""
+"""Landing memory of what is in flight from one holder, where one READ more may be posted below it; the rest waits here.
+Far more than any wire needs. It bounds what a holder that hangs can put into quarantine, so it counts whole pages: tiny
+entries take far more memory than they have payload."""
 _MOST_LATE = 1_024
 """Holders of which the log has said so. Those that are gone do not gather for ever."""
 _WINDOWS = 4
@@ -172,7 +173,8 @@ class Transfers(Generic[Owner]):
 
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
-        return sum(leg.nbytes for leg in self._added.get(peer, ())) + self._in_flight_bytes(peer)
+        in_flight = sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
+        return sum(leg.nbytes for leg in self._added.get(peer, ())) + in_flight
 
     def add(self, peer: bytes, leg: Leg[Owner]) -> None:
         """Have an entry read from the holder with this incarnation, from the next `turn` on. It must not be `stuck`."""
@@ -205,10 +207,10 @@ class Transfers(Generic[Owner]):
             return next(iter(self._added))
         if self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound:
             return None
-        return next((peer for peer in self._added if self._in_flight_bytes(peer) < self._window_bytes), None)
+        return next((peer for peer in self._added if self._memory_in_flight(peer) < self._window_bytes), None)
 
-    def _in_flight_bytes(self, peer: bytes) -> int:
-        return sum(transfer.nbytes for transfer in self._in_flight if transfer.peer == peer)
+    def _memory_in_flight(self, peer: bytes) -> int:
+        return sum(transfer.memory for transfer in self._in_flight if transfer.peer == peer)
 
     def _take_batch(self, peer: bytes) -> _Transfer[Owner]:
         legs = self._added.pop(peer)
@@ -313,12 +315,13 @@ class Transfers(Generic[Owner]):
 
 
 def take_batch(legs: deque[Leg[Owner]], most_bytes: int) -> deque[Leg[Owner]]:
-    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and `most_bytes`, or one."""
+    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and what lands in `most_bytes`,
+    or one."""
     batch = deque([legs.popleft()])
-    nbytes = batch[0].nbytes
+    memory = batch[0].extent.nbytes
     while legs and len(batch) < BATCH_LEGS:
-        nbytes += legs[0].nbytes
-        if nbytes > most_bytes:
+        memory += legs[0].extent.nbytes
+        if memory > most_bytes:
             break
         batch.append(legs.popleft())
     return batch
