@@ -149,8 +149,9 @@ class Transfers(Generic[Owner]):
 
     @property
     def waiting(self) -> bool:
-        """Whether something was added that the next turn will post."""
-        return self._next_holder() is not None
+        """Whether the next turn has something to do, whatever the wire does: to post what was added, or to tell of what
+        was given up behind a late READ."""
+        return self._next_holder() is not None or any(transfer.end is not None for transfer in self._in_flight)
 
     @property
     def newest_posted_at(self) -> float:

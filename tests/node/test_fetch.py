@@ -14,6 +14,7 @@ from msgspec import structs
 from ec_p2p.control.messages import EntryState
 from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
+from ec_p2p.node import transfers
 from ec_p2p.node.peers import PeerState
 from ec_p2p.transport.interface import State
 
@@ -211,6 +212,21 @@ def test_who_joins_later_may_wait_longer(open_rig):
     rig.wire.state = State.DONE
     rig.fetches.progress(3.0)  # the first holder is late, and there is time for the second
     assert len(rig.landed) == 1
+
+
+def test_what_is_stuck_behind_a_late_read_is_tried_elsewhere_at_once(open_rig, monkeypatch):
+    """The node's loop sleeps until a deadline where the wire has nothing to say."""
+    monkeypatch.setattr(transfers, "WINDOW_BYTES", 1)
+    rig = open_rig()
+    rig.wire.state = State.POSTED
+    for identity in (A, B):
+        rig.start(holder(1, advert(identity)), holder(2, advert(identity)), identity=identity)
+    assert len(rig.wire.reads) == 1, "the other waits for its window"
+    rig.fetches.progress(2.0)
+    assert 0.0 in rig.fetches.deadlines()
+    rig.fetches.turn(2.0)
+    assert rig.counters.get("fetches", outcome="stuck", peer="node1") == 1
+    assert 0.0 not in rig.fetches.deadlines(), "nothing is left to do until somebody delivers"
 
 
 def test_a_slab_that_cannot_be_registered_is_done_without(open_rig):
