@@ -8,6 +8,7 @@ process from many.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -69,16 +70,18 @@ class LocalCPUBackend:
         on_stored: Listener | None = None,
         on_evicted: Listener | None = None,
         on_unpinned: Listener | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_slab(offset, nbytes)` is called before a slab's first use; `on_stored` after an entry became visible;
         `on_evicted` after one stopped being visible, for whatever reason, and before its bytes are handed out again;
-        `on_unpinned` after the last pin of an entry was closed, by whichever thread closed it."""
+        `on_unpinned` after the last pin of an entry was closed, by whichever thread closed it. `clock` tells when a
+        slab that was refused may be asked for again."""
         self.arena = arena
         self._policy: EvictionPolicy = LRU() if policy is None else policy
         self._on_stored = on_stored
         self._on_evicted = on_evicted
         self._on_unpinned = on_unpinned
-        self._extents = Extents(arena, on_slab)
+        self._extents = Extents(arena, on_slab, clock)
         self._table = GenerationTable(arena)
         self._index: dict[bytes, Entry] = {}
         self._by_offset: dict[int, Entry] = {}
@@ -165,7 +168,8 @@ class LocalCPUBackend:
         """An extent of at least `nbytes`, to be written and then published, carved or released.
 
         Evicts the least valuable unpinned entries, as few as needed, only where nothing free fits and only if the
-        allocation then succeeds. A slab that `on_slab` refuses is done without. Raises TooLarge or OutOfMemory with
+        allocation then succeeds. A slab that `on_slab` refuses is done without, and asked for again when `ASK_AGAIN_S`
+        have passed. Raises TooLarge or OutOfMemory with
         nothing evicted, ValueError for a negative size.
         """
         if nbytes < 0:

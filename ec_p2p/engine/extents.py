@@ -9,6 +9,7 @@ range, and so no extent, ever spans two.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -20,6 +21,10 @@ import msgspec
 from ec_p2p.engine.arena import PAGE, Slab
 from ec_p2p.engine.generation import landing_record_at, record_at, records_in, table_bytes
 
+ASK_AGAIN_S = 10.0
+"""After a slab was refused the free ranges have to do for so long: to be refused takes a while, and a full arena would
+ask with every allocation."""
+
 OnSlab = Callable[[int, int], None]
 """Called with (offset, nbytes) of a slab before any of its bytes is handed out; may raise SlabRefused."""
 
@@ -29,7 +34,8 @@ class ExtentError(ValueError):
 
 
 class SlabRefused(Exception):
-    """A slab cannot be used, and stays closed: raised by `on_slab`."""
+    """A slab cannot be used, and stays closed: raised by `on_slab`, which is asked again after ASK_AGAIN_S at the
+    soonest."""
 
 
 class Ground(Protocol):
@@ -101,8 +107,14 @@ def whole_pages(nbytes: int) -> int:
 class Extents:
     """The free ranges of one arena, merged with their neighbours and found by best fit."""
 
-    def __init__(self, arena: Ground, on_slab: OnSlab | None = None) -> None:
+    def __init__(
+        self, arena: Ground, on_slab: OnSlab | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` tells seconds."""
         self._on_slab = on_slab
+        self._clock = clock
+        self._ask_again_at: float | None = None
+        """While the next slab is refused."""
         # A last slab too short for one page behind its table is left unused.
         self._slabs = [slab for slab in arena.slabs if slab.nbytes - table_bytes(slab) >= PAGE]
         self.rooms = [slab.nbytes - table_bytes(slab) for slab in self._slabs]
@@ -143,11 +155,13 @@ class Extents:
     def reserve(self, nbytes: int) -> Extent | None:
         """A fresh extent for `nbytes`, or None when nothing free fits. Opens the next slab only when it must.
 
-        Passes on SlabRefused.
+        Passes on SlabRefused; soon after, the slab is not asked for again, and only what is free counts.
         """
         size = whole_pages(nbytes)
         while (extents := self._take((size,))) is None:
             if self.open_slabs == len(self._slabs) or size > self.rooms[self.open_slabs]:
+                return None
+            if self._ask_again_at is not None and self._clock() < self._ask_again_at:
                 return None
             self._open_next()
         return extents[0]
@@ -225,7 +239,12 @@ class Extents:
         index = self.open_slabs
         slab = self._slabs[index]
         if self._on_slab is not None:
-            self._on_slab(slab.offset, slab.nbytes)
+            try:
+                self._on_slab(slab.offset, slab.nbytes)
+            except SlabRefused:
+                self._ask_again_at = self._clock() + ASK_AGAIN_S
+                raise
+        self._ask_again_at = None
         self._free_slots.append(self._numbers[records_in(slab) - 1 :: -1])
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 

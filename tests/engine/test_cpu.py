@@ -11,7 +11,7 @@ from ec_p2p.engine import victims
 from ec_p2p.engine.arena import PAGE, Arena
 from ec_p2p.engine.cpu import Entry, LocalCPUBackend, OutOfMemory, TooLarge
 from ec_p2p.engine.entry import layout_of
-from ec_p2p.engine.extents import Extent, ExtentError
+from ec_p2p.engine.extents import ASK_AGAIN_S, Extent, ExtentError, SlabRefused
 from ec_p2p.engine.generation import RECORD_BYTES, unpack
 from tests.engine.tiers import entries_of
 
@@ -473,3 +473,37 @@ def test_zero_bytes_take_a_page(one: Backend) -> None:
     assert one.cpu.used_bytes == PAGE
     assert one.cpu.fits_together([0] * 4)
     assert not one.cpu.fits_together([0] * 5)
+
+
+def test_a_slab_that_was_refused_is_not_asked_for_with_every_eviction() -> None:
+    asked: list[int] = []
+    refuse = [True]
+
+    def on_slab(offset: int, nbytes: int) -> None:
+        asked.append(offset // SLAB)
+        if offset and refuse:
+            raise SlabRefused("locked memory")
+
+    now = [0.0]
+    with Arena.create(3 * SLAB, SLAB) as arena:
+        cpu = LocalCPUBackend(arena, on_slab=on_slab, clock=lambda: now[0])
+
+        def store(*numbers: int) -> None:
+            """Of two sizes by turns, so that none takes the place of the one before."""
+            for number in numbers:
+                nbytes = (ROOM - number % 2) * PAGE
+                cpu.publish(cpu.reserve(nbytes), identity(number), nbytes, 1, nbytes, "uint8")
+
+        store(*range(11))
+        assert asked == [0, 1]
+        now[0] = ASK_AGAIN_S - 0.1
+        store(11)
+        assert asked == [0, 1]
+        now[0] = ASK_AGAIN_S
+        store(12, 13)
+        assert asked == [0, 1, 1]
+        refuse.clear()
+        now[0] = 2 * ASK_AGAIN_S
+        store(14, 15)
+        assert asked == [0, 1, 1, 1, 2], "with one granted, the next is asked for when it is needed"
+        assert len(cpu) == 3
