@@ -136,6 +136,7 @@ class Saver:
         """
         if not self._client.attach():
             return "detached"
+        self.settle()  # before anything is asked of a node: the end of the one before voids all that is asked by then
         outcome = self._save(identity, tensor)
         if outcome not in ("saved", "detached"):
             self._client.send(SaveSkipped(outcome, identity))
@@ -162,7 +163,6 @@ class Saver:
         rows, dim = tensor.shape
         nbytes = tensor.numel() * tensor.element_size()
         takes = whole_pages(nbytes)
-        self.settle()
         self._after_copies.make_room()
         window = self._window_for(takes)
         if window is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from ec_p2p.node.messages import Landed, Missing, Pending, Saved, SaveSkipped, WantItem
+from ec_p2p.node.client import Detached
+from ec_p2p.node.messages import Landed, Missing, OpenWindow, Pending, Saved, SaveSkipped, WantItem, Window
 from ec_p2p.node.tensors import Loader, Place, Saver
 
 from .conftest import until
@@ -235,3 +238,42 @@ def test_a_window_never_exceeds_what_the_arena_takes(zmq_fleet):
     worker = zmq_fleet.client(node, "worker", "engine/dp0", 0)
     scheduler = zmq_fleet.client(node, "scheduler", "engine/dp0")
     save(Saver(worker.node), scheduler, A, torch.ones(8, 16))
+
+
+class PlayedClient:
+    """Attached to a second node, while it has not been read yet that the first is gone. Grants each window that it is
+    asked for."""
+
+    config = SimpleNamespace(window_size=1 << 20)
+    attached = SimpleNamespace(arena_bytes=1 << 30, largest_entry=1 << 30)
+    incarnation = b"second"
+
+    def __init__(self):
+        self.sent = []
+        self._heard = []
+        self._lost = [Detached(b"first")]
+
+    def attach(self):
+        return True
+
+    def next_id(self):
+        return 1 + len(self.sent)
+
+    def send(self, message):
+        self.sent.append(message)
+        if isinstance(message, OpenWindow):
+            self._heard.append(Window(message.request, 1, 0, message.nbytes))
+        return True
+
+    def poll(self, timeout_s=0.0):
+        """As of a real one: what was heard, then what was lost."""
+        found, self._heard, self._lost = self._heard + self._lost, [], []
+        return found
+
+
+def test_a_window_of_the_next_node_is_not_lost_with_those_of_the_last():
+    client = PlayedClient()
+    saver = Saver(client)
+    assert saver.save(A, torch.ones(4)) == "layout"
+    saver.prepare()
+    assert [type(message) for message in client.sent] == [SaveSkipped, OpenWindow]
