@@ -110,6 +110,12 @@ class Asking:
             return 0
         return self._send(record, items, expect_s=0.0, check=True) if self._client.attach() else 0
 
+    def freed(self, item: Item) -> None:
+        """vLLM keeps it no longer for its request: from now on it is waited for, with all the time that there is."""
+        item.apply(Event.FREED)
+        if item.state is State.WANTED:
+            self._set_deadline(item, self._clock())
+
     def is_unanswered(self, want: int) -> bool:
         found = self._wants.get(want)
         return found is not None and found.unanswered > 0
@@ -230,7 +236,7 @@ class Asking:
     def _missed(self, item: Item, reason: str) -> None:
         item.apply(Event.MISSED)
         item.reason = reason
-        if reason in ("deadline", "failed") and not item.placed:
+        if reason in ("deadline", "failed") and not item.kept:
             self._counts.add("fetches", "failed", "remote")
 
     def _take_in(self, message: FromNode) -> None:
@@ -274,7 +280,7 @@ class Asking:
             return
         item.apply(Event.LANDED)
         place = Place.of(want.incarnation, landed)
-        spare = want.check or item.placed
+        spare = want.check or item.kept
         self._leases.add(Lease(item, place, landed.source, spare=spare))
         if not spare:
             self._count_landing(landed.nbytes, landed.source, landed.seconds)
@@ -299,7 +305,7 @@ class Asking:
             now = self._clock()
             # The workers of this instance attach by themselves, some time after a new node has come up.
             passing = missing.reason == "no_readers" and now < item.deadline
-            if not item.has_media and (passing or item.placed):
+            if not item.has_media and (passing or item.kept):
                 item.apply(Event.VOIDED)
                 item.retry_at = now + RETRY_S
             else:

@@ -77,6 +77,11 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.update_state_after_alloc(request, index)
 
+    @total(nothing)
+    def update_state_after_free(self, request: Any, index: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_state_after_free(request, index)
+
     @total(lambda *_: set())
     def take_unavailable_requests(self) -> set[str]:
         assert self._scheduler is not None

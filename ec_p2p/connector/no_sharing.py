@@ -47,6 +47,9 @@ class NoSharing:
     def update_state_after_alloc(self, _request: Any, _index: int) -> None:
         self._counts.add("local_encodes", "not_shared")
 
+    def update_state_after_free(self, _request: Any, _index: int) -> None:
+        return
+
     def take_unavailable_requests(self) -> set[str]:
         failed, self._unavailable = self._unavailable, set()
         return failed

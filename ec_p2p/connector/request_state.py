@@ -37,6 +37,9 @@ class Event(Enum):
     VOIDED = auto()
     """What the node said no longer counts: it died, the lease went to another request, or asking again is worth it."""
     ALLOCATED = auto()
+    FREED = auto()
+    """vLLM keeps it no longer for this request, which may yet need it: it gives that up with an item's first occurrence
+    if a later one was not scheduled by then."""
     REWOUND = auto()
     """The request was preempted and starts over."""
 
@@ -67,6 +70,13 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ALLOCATED, Event.ALLOCATED): State.ALLOCATED,
     (State.ALLOCATED, Event.REWOUND): State.UNASKED,
     (State.UNASKED, Event.REWOUND): State.UNASKED,
+    # From now on it may be evicted at any time: what is needed of it once more is asked for like anything else.
+    (State.UNASKED, Event.FREED): State.UNASKED,
+    (State.RESIDENT, Event.FREED): State.RESIDENT,
+    (State.WANTED, Event.FREED): State.WANTED,
+    (State.LEASED, Event.FREED): State.LEASED,
+    (State.MISSING, Event.FREED): State.UNASKED,
+    (State.ALLOCATED, Event.FREED): State.UNASKED,
 }
 
 SETTLED = frozenset({State.RESIDENT, State.LEASED, State.MISSING, State.ALLOCATED})
@@ -79,17 +89,18 @@ class Item:
         "checked",
         "counted",
         "deadline",
-        "end",
         "has_media",
         "hinted",
         "identifier",
         "identity",
         "needed",
+        "kept",
         "placed",
         "reason",
         "retry_at",
         "rows",
         "shareable",
+        "spans",
         "state",
     )
 
@@ -99,8 +110,8 @@ class Item:
         self.identifier = identifier
         self.identity = identity
         self.rows = rows
-        self.end = 0
-        """The prompt's position after its last occurrence."""
+        self.spans: list[tuple[int, int]] = []
+        """Where it occurs: the prompt's position of its first token, and the one after its last."""
         self.has_media = has_media
         """It can be encoded here."""
         self.shareable = shareable
@@ -109,7 +120,9 @@ class Item:
         self.reason = ""
         """Why it is MISSING."""
         self.placed = False
-        """This request has a reference to it in vLLM's encoder cache."""
+        """vLLM has made room for it for this request."""
+        self.kept = False
+        """It has, and keeps it in its encoder cache as long as this request needs it there."""
         self.deadline = 0.0
         """When we stop believing that the node will answer; 0.0 before the first try."""
         self.retry_at = 0.0
@@ -126,19 +139,30 @@ class Item:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise ValueError(f"{event.name} is impossible for an item that is {self.state.name}") from None
-        if event in (Event.LANDED, Event.ALLOCATED, Event.REWOUND):
+        if event in (Event.LANDED, Event.ALLOCATED, Event.FREED, Event.REWOUND):
             self.deadline = 0.0
         if event is Event.ALLOCATED:
-            self.placed = True
+            self.placed = self.kept = True
+        elif event is Event.FREED:
+            self.kept = False
         elif event is Event.REWOUND:
-            self.placed = False
+            self.placed = self.kept = False
         elif event is Event.EVICTED:
             self.checked = False
 
     @property
     def settled(self) -> bool:
-        """Whether the request need not wait for it. One that vLLM holds for us already is not waited for again."""
-        return self.placed or self.state in SETTLED
+        """Whether the request need not wait for it. One that vLLM keeps for us already is not waited for again."""
+        return self.kept or self.state in SETTLED
+
+    @property
+    def end(self) -> int:
+        """The prompt's position after its last occurrence."""
+        return max(end for _, end in self.spans)
+
+    def is_begun(self, computed: int) -> bool:
+        """Whether one of its occurrences is computed in part: vLLM keeps it for that one."""
+        return any(begin < computed < end for begin, end in self.spans)
 
 
 class RequestRecord:
@@ -179,7 +203,8 @@ class RequestRecord:
             # The encoder would take any one of an item's occurrences.
             item.has_media = item.has_media and made.has_media
             item.shareable = item.shareable and made.shareable
-            item.end = max(item.end, feature.mm_position.offset + feature.mm_position.length)
+            position = feature.mm_position
+            item.spans.append((position.offset, position.offset + position.length))
             self._known += 1
 
     def beyond(self, computed: int) -> list[Item]:

@@ -121,6 +121,13 @@ class SchedulerSide:
             self._resident.clear()
         self._resident.add(item.identifier)
 
+    def update_state_after_free(self, request: Any, index: int) -> None:
+        """vLLM has given up the request's hold on an item, unless an occurrence that has begun needs it still."""
+        record = self._records.get(request.request_id)
+        item = record.items.get(request.mm_features[index].identifier) if record else None
+        if item is not None and item.kept and not item.is_begun(request.num_computed_tokens):
+            self._asking.freed(item)
+
     def take_unavailable_requests(self) -> set[str]:
         """Ids of the requests to fail, each once."""
         failed, self._unavailable = self._unavailable, set()
@@ -292,8 +299,8 @@ class SchedulerSide:
 
 
 def _harmless(item: Item) -> bool:
-    """A MISSING item that does not matter: it can be encoded here, or vLLM holds it for this request already."""
-    return item.has_media or item.placed
+    """A MISSING item that does not matter: it can be encoded here, or vLLM keeps it for this request already."""
+    return item.has_media or item.kept
 
 
 def _has_answer(item: Item) -> bool:

@@ -22,8 +22,13 @@ class Running:
     def __init__(self, r):
         self.request = r
         self.computed = 0
-        self.references = set()
+        self.inputs = set()
+        """The occurrences, by index, for which vLLM's cache has a reference."""
         self.end = max(f.mm_position.offset + f.mm_position.length for f in r.mm_features)
+
+    @property
+    def references(self):
+        return {self.request.mm_features[index].identifier for index in self.inputs}
 
 
 class Engine:
@@ -45,10 +50,13 @@ class Engine:
 
     def arrive(self):
         features, offset = [], 2
-        for _ in range(self.random.randint(1, 3)):
+        names = self.random.choices(NAMES, k=self.random.randint(1, 3))
+        if self.random.random() < 0.2:
+            names.append(names[0])  # vLLM may evict it between its occurrences
+        for name in names:
             rows = 7 if self.random.random() < 0.05 else 10
             data = self.random.choice([with_media, without_media])
-            features.append(image(self.random.choice(NAMES), offset, rows, data))
+            features.append(image(name, offset, rows, data))
             offset += rows + 1
         r = request(*features, hint=dict.fromkeys(NAMES) if self.random.random() < 0.3 else None)
         self.live[r.request_id] = Running(r)
@@ -72,11 +80,7 @@ class Engine:
         for running, start, tokens in scheduled:
             self.gather(running, start, tokens)
             running.computed = start + tokens
-            running.references &= {
-                f.identifier
-                for f in running.request.mm_features
-                if f.mm_position.offset + f.mm_position.length > running.computed
-            }
+            self.free_computed(running)
             if running.computed >= running.end:
                 assert self.side.ensure_cache_available(running.request, running.computed)
                 self.served += self.finish(running.request.request_id)
@@ -88,7 +92,7 @@ class Engine:
         r, start, tokens = running.request, running.computed, chunk
         if not self.side.ensure_cache_available(r, start):
             return None
-        encodes, loads, taken = [], [], {}
+        encodes, loads, taken, twice = [], [], {}, []
         for index, feature in enumerate(r.mm_features):
             offset, rows, name = feature.mm_position.offset, feature.mm_position.length, feature.identifier
             if offset + rows <= start or offset >= start + tokens:
@@ -97,9 +101,10 @@ class Engine:
                 self.finish(r.request_id)  # vLLM rejects it itself
                 return None
             if name in taken:
+                twice.append(index)
                 continue
             if name in self.cached:
-                running.references.add(name)
+                running.inputs.add(index)
                 continue
             if not self.make_room(rows + sum(taken.values())):
                 tokens = max(0, offset - start)
@@ -108,7 +113,7 @@ class Engine:
             (loads if self.side.has_cache_item(name) else encodes).append(index)
         if not tokens:
             if not start:
-                running.references.clear()
+                running.inputs.clear()
             return None
         if self.random.random() < 0.1:  # no KV blocks
             self.preempt(running)
@@ -118,10 +123,20 @@ class Engine:
         for index in encodes + loads:
             feature = r.mm_features[index]
             self.cached[feature.identifier] = feature.mm_position.length
-            running.references.add(feature.identifier)
+            running.inputs.add(index)
             (self.encoded if index in encodes else self.promised)[feature.identifier] = feature.mm_position.length
             self.side.update_state_after_alloc(r, index)
+        running.inputs.update(twice)
         return running, start, tokens
+
+    def free_computed(self, running):
+        r = running.request
+        r.num_computed_tokens = running.computed
+        for index in list(running.inputs):
+            position = r.mm_features[index].mm_position
+            if position.offset + position.length <= running.computed:
+                running.inputs.discard(index)
+                self.side.update_state_after_free(r, index)
 
     def make_room(self, rows):
         used = {name for running in self.live.values() for name in running.references}
@@ -169,7 +184,7 @@ class Engine:
         if running is not None:
             running.request.num_preemptions += running.computed > 0
             running.computed = 0
-            running.references.clear()
+            running.inputs.clear()
 
     def reset_encoder_cache(self):
         # Where no source is left, vLLM's copy is the last one, and nobody can save the request.
@@ -179,7 +194,7 @@ class Engine:
         self.schedule()
         if not self.sources_are_there():
             return
-        for kept in (self.cached, self.worker, self.freed, *(r.references for r in self.live.values())):
+        for kept in (self.cached, self.worker, self.freed, *(r.inputs for r in self.live.values())):
             kept.clear()
         waiting = [(running, running.computed) for running in self.live.values()]
         self.schedule()

@@ -48,8 +48,9 @@ def test_every_state_is_reached_and_left():
     assert {state for state, _ in TRANSITIONS} == set(State)
 
 
-def test_a_preemption_is_possible_in_every_state():
-    assert {state for state, event in TRANSITIONS if event is Event.REWOUND} == set(State)
+@pytest.mark.parametrize("event", [Event.REWOUND, Event.FREED])
+def test_vllm_may_take_everything_back_in_every_state(event):
+    assert {state for state, possible in TRANSITIONS if possible is event} == set(State)
 
 
 @given(st.lists(st.sampled_from(list(Event))))
@@ -64,7 +65,9 @@ def test_a_lease_is_only_ever_held_after_a_landing(events):
             assert event is Event.LANDED
         if item.state is State.ALLOCATED and before is not State.ALLOCATED:
             assert item.placed
-        assert item.settled == (item.placed or item.state in SETTLED)
+            assert item.kept
+        assert item.placed or not item.kept
+        assert item.settled == (item.kept or item.state in SETTLED)
 
 
 def made(feature):

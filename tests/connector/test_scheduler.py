@@ -712,6 +712,57 @@ def test_a_fresh_fetch_may_land_within_the_step(harness, node, clock):
     assert loaded(h.schedule(r)) == ["a"]
 
 
+def twice_without_media():
+    """Another image lies between the two occurrences."""
+    return request(only_metadata("a"), image("b", 10), only_metadata("a", 20))
+
+
+def free(h, r, index, computed):
+    """vLLM does it when the tokens of an occurrence are computed."""
+    r.num_computed_tokens = computed
+    h.side.update_state_after_free(r, index)
+
+
+def test_a_later_occurrence_does_not_rest_on_what_vllm_has_freed(harness, node):
+    """vLLM keeps an item for the occurrences that it has scheduled, and may evict it between two of them."""
+    h, r = harness(inline_wait_s=0.0), twice_without_media()
+    node.holds = {"a": 10, "b": 10}
+    assert loaded(h.schedule(r)) == ["a", "b"]
+    node.slow = {"a"}
+    free(h, r, 0, computed=12)
+    assert not h.ensure(r, computed=12), "to be encoded it would need its media"
+    node.land("a")
+    assert h.ensure(r, computed=12)
+    h.cache.discard("a")
+    assert loaded(h.schedule(r, computed=12)) == ["a"]
+
+
+def test_an_occurrence_that_has_begun_rests_on_what_vllm_keeps(harness, node):
+    h, r = harness(inline_wait_s=0.0), twice_without_media()
+    node.holds = {"a": 10, "b": 10}
+    h.schedule(r)
+    node.slow = {"a"}
+    free(h, r, 0, computed=25)
+    assert h.ensure(r, computed=25)
+
+
+def test_a_later_occurrence_is_waited_for_with_all_the_time_that_there_is(harness, node, clock):
+    """However long nothing could be had that was not needed."""
+    h, r = harness(inline_wait_s=0.0), twice_without_media()
+    node.holds = {"a": 10, "b": 10}
+    h.schedule(r)
+    node.slow = {"a"}
+    assert h.ensure(r, computed=5)
+    clock.now += WAIT_S + 2 * GRACE_S
+    assert h.ensure(r, computed=5)
+    free(h, r, 0, computed=12)
+    assert not h.ensure(r, computed=12)
+    assert h.side.take_unavailable_requests() == set()
+    clock.now += WAIT_S + 2 * GRACE_S
+    assert not h.ensure(r, computed=12)
+    fails_alone(h, r)
+
+
 def test_a_step_waits_once_whatever_the_number_of_requests(harness, node, clock):
     h = harness(inline_wait_s=0.003)
     node.slow = set("abcdef")
