@@ -25,11 +25,14 @@ from ec_p2p.node.messages import (
     CLIENT_PROTOCOL_VERSION,
     Attach,
     Attached,
+    CloseWindow,
+    Commit,
     Dispatched,
     Encoding,
     Forget,
     FromNode,
     Release,
+    SaveSkipped,
     ToNode,
     Want,
     WantItem,
@@ -38,6 +41,8 @@ from ec_p2p.node.spawn import Spawning
 
 logger = logging.getLogger(__name__)
 
+_ENDING = (Forget, Dispatched, Release, Commit, SaveSkipped, CloseWindow)
+"""Lost, these would pin memory, or be waited for."""
 _ANSWER_TIMEOUT_S = 2.0
 _FIRST_RETRY_S = 0.25
 _MAX_RETRY_S = 30.0
@@ -268,7 +273,8 @@ class NodeClient:
         """False if there is no node, or it does not take messages."""
         if self._link is None:
             return False
-        if not self._link.send(encode(message)):
+        send = self._link.send_in_any_case if isinstance(message, _ENDING) else self._link.send
+        if not send(encode(message)):
             logger.debug("the node %s does not take messages", self.node_name)
             return False
         return True

@@ -7,6 +7,7 @@ decides: see `client`.
 from __future__ import annotations
 
 import array
+import errno
 import math
 import os
 import select
@@ -21,6 +22,7 @@ _SEND_BUFFER = 1 << 20
 MAX_FRAME = 1 << 20
 """Bytes of the longest message that a client takes."""
 _MAX_UNSENT = 10_000
+_FOR_NOW = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Link:
@@ -46,9 +48,12 @@ class Link:
 
     def send(self, frame: bytes) -> bool:
         """False if the node is gone, or has not read for long. Never waits: what the socket has no room for goes with
-        the next call, in order, for a release that is lost would pin memory."""
-        if not self.flush() or len(self._unsent) >= _MAX_UNSENT:
-            return False
+        the next call, in order."""
+        return self.flush() and len(self._unsent) < _MAX_UNSENT and self.send_in_any_case(frame)
+
+    def send_in_any_case(self, frame: bytes) -> bool:
+        """For what ends something: lost on a node that reads again some time, it would pin memory. There is never more
+        of it than of what it ends."""
         self._unsent.append(frame)
         return self.flush()
 
@@ -57,10 +62,8 @@ class Link:
         while self._unsent:
             try:
                 self.sock.send(self._unsent[0])
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
+            except OSError as error:
+                return error.errno in _FOR_NOW
             self._unsent.popleft()
         return True
 

@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from typing import BinaryIO
 
 from ec_p2p.config import Config, as_settings
@@ -95,10 +96,16 @@ class Spawning:
         return self._process.poll() not in (None, 0)
 
     def close(self) -> None:
-        """Reap the launcher, which detaches within a fraction of a second, and let others try."""
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Let others try, and have the launcher reaped. Never waits: a scheduler may be in the middle of a step."""
         self._lock.close()
+        if self._process.poll() is None:
+            threading.Thread(target=_reap, args=(self._process,), name="ec-p2p-reaper", daemon=True).start()
+
+
+def _reap(launcher: subprocess.Popen[bytes]) -> None:
+    """It detaches within a fraction of a second, unless its imports hang."""
+    try:
+        launcher.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from ec_p2p.node.client import Detached, NodeClient
-from ec_p2p.node.messages import Landed, Missing, WantItem
+from ec_p2p.node.messages import Landed, Missing, Sync, Synced, WantItem
 
 from .conftest import DOUBTS_SOON, PATIENCE_S, Client, until
 
@@ -217,3 +217,25 @@ def test_a_node_told_to_stop_leaves_at_once_and_cleanly(zmq_fleet, how):
     node.process.send_signal(how)
     assert node.process.wait(PATIENCE_S) == 0
     until(lambda: not other.inspect().peers, "the goodbye to arrive")
+
+
+def test_what_ends_a_want_is_not_lost_on_a_node_that_stands_still(zmq_fleet):
+    """It takes no more questions then; what it has heard already it answers when it goes on, with a lease."""
+    [(node, client)] = zmq_fleet.connected("a")
+    client.store(A, b"x" * 256)
+    node.freeze()
+    want = client.node.want([WantItem(A, 0)], readers=0, wait_s=PATIENCE_S, expect_s=0.0)
+    while client.node.send(Sync(0)):
+        pass
+    client.node.forget(want)
+    node.thaw()
+    token = client.node.next_id()
+
+    def takes_questions():
+        client.heard += client.node.poll(0.1)
+        return client.node.send(Sync(token))
+
+    until(takes_questions, "the node to read again")
+    client.expect(Synced, lambda m: m.token == token)
+    assert client.expect(Landed).want == want
+    assert client.inspect().gauges["leases"] == 0
