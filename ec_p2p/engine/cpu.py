@@ -128,6 +128,11 @@ class LocalCPUBackend:
         return self._pinned
 
     @property
+    def usable_bytes(self) -> int:
+        """`capacity_bytes`, without slabs that cannot be had as long as one is refused."""
+        return self._extents.usable_bytes
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of neither entries nor reserved extents, in slabs not opened yet too."""
         return self._extents.free_bytes

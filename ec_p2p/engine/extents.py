@@ -134,6 +134,8 @@ class Extents:
         self.free_ending_at = self._end_to_start.get
         """(offset) -> the start of the free range that ends there, or None."""
         self.free_bytes = sum(self.rooms)
+        self.usable_bytes = self.free_bytes
+        """Of all slabs that are open or may yet be opened: none may behind one that is refused."""
 
     @property
     def open_slabs(self) -> int:
@@ -243,8 +245,10 @@ class Extents:
                 self._on_slab(slab.offset, slab.nbytes)
             except SlabRefused:
                 self._ask_again_at = self._clock() + ASK_AGAIN_S
+                self.usable_bytes = sum(self.rooms[:index])
                 raise
         self._ask_again_at = None
+        self.usable_bytes = sum(self.rooms)
         self._free_slots.append(self._numbers[records_in(slab) - 1 :: -1])
         self._insert(slab.offset + table_bytes(slab), slab.offset + slab.nbytes)
 

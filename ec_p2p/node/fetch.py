@@ -41,7 +41,8 @@ from ec_p2p.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 _QUARANTINE_SHARE = 4
-"""With this part of the arena in quarantine nothing more is fetched."""
+"""With this part of the arena in quarantine nothing more is fetched. Slabs that were refused do not count: they leave
+less to go on with."""
 
 
 class Stage(Enum):
@@ -120,7 +121,7 @@ class Fetches:
             rates,
             counters,
             read_timeout_s,
-            len(arena) // _QUARANTINE_SHARE,
+            lambda: memory.usable_bytes // _QUARANTINE_SHARE,
             self._arrived,
             self._broken,
         )

@@ -126,7 +126,7 @@ class Lander:
             Rates(),
             self._counters,
             config.read_timeout_s,
-            config.landing_size // _QUARANTINE_SHARE,
+            lambda: config.landing_size // _QUARANTINE_SHARE,
             self._arrived,
             self._broken,
         )

@@ -32,6 +32,11 @@ class Memory:
         """How many wait."""
         return len(self._waiting)
 
+    @property
+    def usable_bytes(self) -> int:
+        """See LocalCPUBackend.usable_bytes."""
+        return self._backend.usable_bytes
+
     # -------------------------------------------------------- taking and giving back
 
     def reserve(self, nbytes: int) -> Extent:

@@ -114,7 +114,7 @@ class Transfers(Generic[Owner]):
 
     Each leg ends with `on_arrived(legs, now)`, which takes from the left what it has seen to, or with one call of
     `on_broken(owner, why, extent, now)`; the extent is the callee's then. It is None where the memory stays in
-    quarantine, or was freed at once.
+    quarantine, or was freed at once. `quarantine_bytes` tells the bound as it is now.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Transfers(Generic[Owner]):
         rates: Rates,
         counters: Tally,
         read_timeout_s: float,
-        quarantine_bytes: int,
+        quarantine_bytes: Callable[[], int],
         on_arrived: Callable[[deque[Leg[Owner]], float], None],
         on_broken: Callable[[Owner, str, Extent | None, float], None],
     ) -> None:
@@ -134,7 +134,6 @@ class Transfers(Generic[Owner]):
         self._counters = counters
         self._read_timeout_s = read_timeout_s
         self._bound = quarantine_bytes
-        self._window_bytes = max(1, min(WINDOW_BYTES, quarantine_bytes // _WINDOWS))
         self._on_arrived = on_arrived
         self._on_broken = on_broken
         self._added: dict[bytes, deque[Leg[Owner]]] = {}
@@ -170,7 +169,7 @@ class Transfers(Generic[Owner]):
         much."""
         if not self._quarantine:
             return False
-        return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._bound
+        return any(held.peer == peer for held in self._quarantine) or self.quarantined_bytes >= self._bound()
 
     def outstanding(self, peer: bytes) -> int:
         """Payload bytes that were added for a holder and have not arrived yet."""
@@ -206,16 +205,20 @@ class Transfers(Generic[Owner]):
             return None
         if not self._in_flight and not self._quarantine:
             return next(iter(self._added))
-        if self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound:
+        if self.quarantined_bytes + sum(each.memory for each in self._in_flight) >= self._bound():
             return None
-        return next((peer for peer in self._added if self._memory_in_flight(peer) < self._window_bytes), None)
+        window = self._window_bytes()
+        return next((peer for peer in self._added if self._memory_in_flight(peer) < window), None)
+
+    def _window_bytes(self) -> int:
+        return max(1, min(WINDOW_BYTES, self._bound() // _WINDOWS))
 
     def _memory_in_flight(self, peer: bytes) -> int:
         return sum(transfer.memory for transfer in self._in_flight if transfer.peer == peer)
 
     def _take_batch(self, peer: bytes) -> _Transfer[Owner]:
         legs = self._added.pop(peer)
-        batch = take_batch(legs, min(BATCH_BYTES, self._window_bytes))
+        batch = take_batch(legs, min(BATCH_BYTES, self._window_bytes()))
         if legs:
             self._added[peer] = legs  # behind the other holders: it is their turn now
         return self._transfer(peer, batch)

@@ -494,8 +494,11 @@ def test_a_slab_that_was_refused_is_not_asked_for_with_every_eviction() -> None:
                 nbytes = (ROOM - number % 2) * PAGE
                 cpu.publish(cpu.reserve(nbytes), identity(number), nbytes, 1, nbytes, "uint8")
 
-        store(*range(11))
+        store(0)
+        assert cpu.usable_bytes == cpu.capacity_bytes == 3 * ROOM * PAGE
+        store(*range(1, 11))
         assert asked == [0, 1]
+        assert cpu.usable_bytes == ROOM * PAGE, "what is behind it cannot be had, either"
         now[0] = ASK_AGAIN_S - 0.1
         store(11)
         assert asked == [0, 1]
@@ -507,3 +510,4 @@ def test_a_slab_that_was_refused_is_not_asked_for_with_every_eviction() -> None:
         store(14, 15)
         assert asked == [0, 1, 1, 1, 2], "with one granted, the next is asked for when it is needed"
         assert len(cpu) == 3
+        assert cpu.usable_bytes == cpu.capacity_bytes

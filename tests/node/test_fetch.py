@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from ec_p2p.control.messages import EntryState
+from ec_p2p.engine.cpu import OutOfMemory
 from ec_p2p.engine.extents import SlabRefused
 from ec_p2p.engine.generation import RECORD_BYTES, Record, pack
 from ec_p2p.node import transfers
@@ -324,6 +325,25 @@ def test_who_is_passed_over_for_the_sake_of_another_is_not_distrusted(open_rig):
     assert rig.counters.get("fetches", outcome="stuck", peer="node2") == 1
     assert rig.rates.distrusted((1).to_bytes(16, "big"))
     assert not rig.rates.distrusted((2).to_bytes(16, "big"))
+
+
+def test_memory_that_cannot_be_had_leaves_less_for_the_quarantine(open_rig):
+    """Three of four slabs are refused: a quarter of the first is as much as a holder that hangs may cost."""
+
+    def on_slab(offset, nbytes):
+        if offset:
+            raise SlabRefused("locked memory")
+
+    rig = open_rig(nbytes=4 * MIB, on_slab=on_slab)
+    whole = rig.everything()
+    with pytest.raises(OutOfMemory):
+        rig.backend.reserve(1)
+    rig.memory.release(whole)
+    rig.wire.state = State.POSTED
+    quarter = advert(rows=MIB // 4 // 128)
+    for number, identity in enumerate((A, B), start=1):
+        rig.start(holder(number, structs.replace(quarter, identity=identity)), identity=identity)
+    assert len(rig.wire.reads) == 1
 
 
 def test_nobody_is_called_from_within_start(open_rig):

@@ -36,7 +36,7 @@ class Bench:
             Rates(),
             Tally(),
             2.0,
-            quarantine_bytes,
+            lambda: quarantine_bytes,
             self.arrived,
             lambda *ending: self.ended.append(ending),
         )
