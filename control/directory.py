@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Container
+from contextlib import ExitStack
 from types import TracebackType
 
 import zmq
@@ -33,7 +34,15 @@ from ec_p2p.control.publications import Publications
 from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate, Security, receive_keyless, receive_with_key, secure_server
 from ec_p2p.control.snapshots import Snapshots
-from ec_p2p.control.sockets import Context, Socket, bound_port, open_socket, send_now, split_endpoint
+from ec_p2p.control.sockets import (
+    Context,
+    Socket,
+    bound_port,
+    new_context,
+    open_socket,
+    send_now,
+    split_endpoint,
+)
 from ec_p2p.control.state import DirectoryState
 
 log = logging.getLogger(__name__)
@@ -67,7 +76,6 @@ class Directory:
         context: Context | None = None,
         security: Security | None = None,
     ) -> None:
-        host, port = split_endpoint(bind)
         self.epoch = os.urandom(16)
         self._node_timeout_s = node_timeout_s
         self._expiry_s = node_timeout_s / 8
@@ -78,36 +86,44 @@ class Directory:
         self.pulse = Pulse(node_timeout_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._context: Context = context or zmq.Context()
-        self._owns_context = context is None
         self._security = security
         self._receive_one = receive_with_key if security else receive_keyless
-        # Who made the context has made its gate, too.
-        self._gate = Gate(self._context, security) if security and self._owns_context else None
+        with ExitStack() as resources:
+            self._listen(resources, context, bind, pub_port)
+            self._resources = resources.pop_all()
+        self._snapshots = Snapshots(self._router, self.epoch)
+        self._publications = Publications(self._pub, self.epoch, heartbeat_s)
+        self._welcome = encode(Welcome(PROTOCOL_VERSION, self.epoch, self.pub_port))
+
+    def _listen(self, resources: ExitStack, context: Context | None, bind: str, pub_port: int) -> None:
+        """Make what has to be closed, each with its place in `resources`, which closes it in the opposite order."""
+        host, port = split_endpoint(bind)
+        self._gate: Gate | None = None
+        if context is None:
+            context = new_context()
+            resources.callback(context.term)
+            # Whoever else made the context has made its gate, too.
+            self._gate = resources.enter_context(Gate(context, self._security)) if self._security else None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        resources.callback(os.close, self._wake)
         self._router = open_socket(
-            self._context, zmq.ROUTER, bind, send_hwm=_ROUTER_SEND_HWM, receive_hwm=_ROUTER_RECEIVE_HWM
+            context, zmq.ROUTER, bind, send_hwm=_ROUTER_SEND_HWM, receive_hwm=_ROUTER_RECEIVE_HWM
         )
+        resources.callback(self._router.close)
         # Without it a full queue loses frames silently, in the middle of a snapshot too.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._snapshots = Snapshots(self._router, self.epoch)
         # What comes in there are subscriptions. ZMQ keeps one as a chain of a link per byte and frees it by recursion:
         # a stranger's long one would overflow the stack.
         self._pub = open_socket(
-            self._context, zmq.XPUB, bind, send_hwm=_PUB_HWM, linger_ms=_LINGER_MS, max_frame=_LONGEST_SUBSCRIPTION
+            context, zmq.XPUB, bind, send_hwm=_PUB_HWM, linger_ms=_LINGER_MS, max_frame=_LONGEST_SUBSCRIPTION
         )
-        self._publications = Publications(self._pub, self.epoch, heartbeat_s)
-        try:
-            for socket in self.sockets:
-                secure_server(socket, security)
-            self._router.bind(f"{host}:{'*' if port == '0' else port}")
-            self._pub.bind(f"{host}:{pub_port or '*'}")
-        except zmq.ZMQError:
-            self.close()
-            raise
+        resources.callback(self._pub.close)
+        for socket in self.sockets:
+            secure_server(socket, self._security)
+        self._router.bind(f"{host}:{'*' if port == '0' else port}")
+        self._pub.bind(f"{host}:{pub_port or '*'}")
         self.endpoint = f"{host}:{bound_port(self._router)}"
         self.pub_port = bound_port(self._pub)
-        self._welcome = encode(Welcome(PROTOCOL_VERSION, self.epoch, self.pub_port))
 
     def __enter__(self) -> Directory:
         return self
@@ -135,14 +151,8 @@ class Directory:
         self.stop()
         if self._thread:
             self._thread.join()
-        self._router.close()
-        self._pub.close()
-        if self._gate:
-            self._gate.close()
-        os.close(self._wake)
         self._wake = -1
-        if self._owns_context:
-            self._context.term()
+        self._resources.close()
 
     @property
     def running(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 
 import zmq
@@ -42,16 +43,16 @@ class Gate:
         """Connections turned away for their keys."""
         self._allow = security.allow
         self._logged: set[bytes] = set()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        try:
+        with ExitStack() as undo:
+            self._socket = context.socket(zmq.ROUTER)
+            undo.callback(self._socket.close)
+            self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(_ENDPOINT)
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._answer_all, name="ec-p2p-gate", daemon=True)
-        self._thread.start()
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._thread = threading.Thread(target=self._answer_all, name="ec-p2p-gate", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def __enter__(self) -> Gate:
         return self

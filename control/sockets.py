@@ -1,7 +1,7 @@
 """ZMQ sockets with every option set before the first bind or connect.
 
 Owns the options and the endpoint syntax. Must never bind or connect by itself, nor leave a default of ZMQ in place
-that can block or grow without bound.
+that can block or grow without bound, or keep a fleet small.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 _CONNECT_TIMEOUT_MS = 2_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
+
+
+def new_context() -> Context:
+    """A context with as many sockets as libzmq can give, not the 1,023 that it gives unless told: several go to each
+    peer, and the process' limit of descriptors is the one that shall count."""
+    context: Context = zmq.Context()
+    context.max_sockets = context.get(zmq.SOCKET_LIMIT)
+    return context
 
 
 def open_socket(
