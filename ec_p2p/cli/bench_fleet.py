@@ -31,7 +31,7 @@ from ec_p2p.control.announcer import Announcer
 from ec_p2p.control.directory import Directory
 from ec_p2p.control.messages import Advert, EntryState, NodeInfo
 from ec_p2p.control.replica import Replica
-from ec_p2p.control.sockets import Context
+from ec_p2p.control.sockets import Context, new_context
 
 PATIENCE_S = 120.0
 PROBE = b"probe"
@@ -114,8 +114,7 @@ def serve_nodes(pipe: Pipe, endpoint: str, numbers: list[int]) -> None:
     ("probe", n, gap_s) n adverts, one every gap_s seconds; answered after the last
     ("connected",)      how many nodes the directory has welcomed and told everything
     """
-    context: Context = zmq.Context()
-    context.max_sockets = len(numbers) + 16
+    context = new_context()
     nodes = [_Node(context, endpoint, number) for number in numbers]
     turns = _Turns(pipe, [node.announcer for node in nodes])
     with suppress(EOFError, ConnectionError):
@@ -159,7 +158,7 @@ def serve_replica(pipe: Pipe, endpoint: str) -> None:
             now = time.monotonic_ns()
             latencies.extend((now - advert.generation) / 1e6 for _, advert in replica.lookup(identity))
 
-    context: Context = zmq.Context()
+    context = new_context()
     replica = Replica(context, endpoint, on_change=on_change)
     turns = _Turns(pipe, [replica])
     with suppress(EOFError, ConnectionError):
@@ -178,7 +177,7 @@ def serve_replica(pipe: Pipe, endpoint: str) -> None:
 def serve_newcomer(pipe: Pipe, endpoint: str) -> None:
     """A replica that starts from nothing, once. Answers {seconds, entries, bytes_per_entry, lookup_us}."""
     before = resident_bytes()
-    context: Context = zmq.Context()
+    context = new_context()
     replica = Replica(context, endpoint)
     turns = _Turns(pipe, [replica])
     turns.until(lambda: replica.counters["requests"])

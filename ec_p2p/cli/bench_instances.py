@@ -22,7 +22,7 @@ import zmq
 from ec_p2p.cli.bench_fleet import Pipe, Remote, poll_until, serve_directory, serve_nodes, serve_replica
 from ec_p2p.config import ConfigError
 from ec_p2p.control.messages import TOPIC
-from ec_p2p.control.sockets import Context, open_socket, receive_now
+from ec_p2p.control.sockets import new_context, open_socket, receive_now
 from ec_p2p.descriptors import allow_descriptors
 
 _ENTRIES = 100
@@ -130,8 +130,7 @@ def measure(count: int, seconds: float) -> dict[str, Any]:
 
 def serve_listeners(pipe: Pipe, endpoint: str, count: int) -> None:
     """Subscribers that read and drop. ("heard",) is answered with (messages of all, subscribers that heard any)."""
-    context: Context = zmq.Context()
-    context.max_sockets = count + 16
+    context = new_context()
     heard: dict[Any, int] = {}
     poller = zmq.Poller()
     poller.register(pipe.fileno(), zmq.POLLIN)

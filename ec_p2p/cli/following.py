@@ -17,7 +17,7 @@ import zmq
 from ec_p2p.cli.settings import ORIGIN, add_arguments, settings_of
 from ec_p2p.config import Config, ConfigError
 from ec_p2p.config_sources import explain_ec_engine_config
-from ec_p2p.control.sockets import Context
+from ec_p2p.control.sockets import new_context
 from ec_p2p.control.view import View
 from ec_p2p.keys import load_security
 
@@ -58,7 +58,7 @@ class Following:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for keys, or a kind of directory, that cannot be used here."""
         self._security = load_security(config)
-        self._context: Context = zmq.Context()
+        self._context = new_context()
         try:
             self.view = View(
                 self._context, config.directories, node_timeout_s=config.node_timeout_s, security=self._security

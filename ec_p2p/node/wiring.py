@@ -12,8 +12,6 @@ import os
 import time
 from collections.abc import Callable
 
-import zmq
-
 from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame
 from ec_p2p.control.directories import host_of
@@ -21,6 +19,7 @@ from ec_p2p.control.exposition import Exposition
 from ec_p2p.control.messages import NodeInfo, StageAnswer, StageRequest
 from ec_p2p.control.pulse import Pulse
 from ec_p2p.control.security import Gate
+from ec_p2p.control.sockets import new_context
 from ec_p2p.engine.cpu import Entry
 from ec_p2p.engine.storage import StorageManager
 from ec_p2p.engine.tally import Tally
@@ -80,7 +79,7 @@ class Wiring:
     def _make(self, resources: contextlib.ExitStack) -> None:
         """Each part after those it needs; `resources` closes them in the opposite order."""
         config, incarnation, counters = self.config, self.incarnation, self.counters
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        context = new_context()
         resources.callback(context.destroy, linger=0)
         security = load_security(config)
         advertise, bind = network.hosts(config)

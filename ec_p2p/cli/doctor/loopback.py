@@ -22,6 +22,7 @@ from ec_p2p.cli.doctor.ports import LOOPBACK, bind_host
 from ec_p2p.cli.ending import end_with_starter
 from ec_p2p.cli.words import size
 from ec_p2p.config import Config
+from ec_p2p.control.sockets import new_context
 from ec_p2p.node.network import interconnect_of
 from ec_p2p.transport import Span, State, Transport, chosen_kind, open_transport
 
@@ -168,7 +169,7 @@ def _open(config: Config, role: str, memory: mmap.mmap) -> Transport:
         name,
         base,
         _BYTES,
-        context=zmq.Context(),
+        context=new_context(),
         bind_host=_bind_host(config),
         advertise_host=LOOPBACK,
         interconnect=interconnect_of(config),

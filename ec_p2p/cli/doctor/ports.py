@@ -15,7 +15,7 @@ import zmq
 from ec_p2p.cli.doctor.finding import Finding, note, ok, problem
 from ec_p2p.cli.doctor.host_node import HostNode
 from ec_p2p.config import Config, ConfigError
-from ec_p2p.control.sockets import Context, open_socket
+from ec_p2p.control.sockets import Context, new_context, open_socket
 from ec_p2p.node.network import hosts
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +44,7 @@ def bind(config: Config, host: HostNode) -> Bound:
     """Try all of them but those that the node which runs here has already."""
     peer, metrics = _held_by(host)
     with ExitStack() as opened:
-        context: Context = zmq.Context()
+        context = new_context()
         opened.callback(context.destroy, linger=0)
         of_peers = of_directory = of_publications = of_metrics = None
         if config.peer_port not in (0, peer):
