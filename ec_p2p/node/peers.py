@@ -5,10 +5,11 @@ each connection. It must never decide what to read or to stage. Peers are learne
 connected to as soon as they appear there: first contact costs tens of milliseconds and would otherwise be paid by a
 request.
 
-    (none) --node up--> ASKING, or, where its address cannot be dialled or its keys do not fit ours, UNUSABLE
+    (none) --node up--> ASKING, or, where it cannot be dialled or its keys do not fit ours, UNUSABLE
     ASKING --card--> READY --advert beyond what the card covers--> ASKING (and still readable below)
     ASKING --the first card is of another transport, or refused, or does not connect--> UNUSABLE
     UNUSABLE --refused, did not connect: asked again every second, card--> READY
+    UNUSABLE --no socket was left here: dialled again every second, and asked--> as above
     any --node down--> (gone)
 
 Nobody waits for what is UNUSABLE, so it has to be known as such: of a node that is not known it may be that the
@@ -17,8 +18,10 @@ directory is about to tell of it.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -48,7 +51,9 @@ logger = logging.getLogger(__name__)
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _ASK_AGAIN_S = 1.0
-"""After a request that was not answered, or by a card that tells of no more than the one before."""
+"""After a request that was not answered, or by a card that tells of no more than the one before; or where there was no
+socket for it."""
+_NO_SOCKET_LEFT = (errno.EMFILE, errno.ENFILE)
 
 
 class PeerState(Enum):
@@ -67,10 +72,10 @@ class Peer:
         self.key = info.incarnation.hex()
         self.socket: zmq.Socket[bytes] | None = None
         self.line: Line | None = None
-        """Like the socket: None where it cannot be dialled."""
+        """Like the socket: None where it cannot be dialled, or could not until now."""
         self.state = PeerState.ASKING
         self.ask_at = _NOW
-        """When it may be asked for its card."""
+        """When it may be asked for its card, and dialled for that."""
         self.revision = 0
         self.registered = 0
         self.blob = b""
@@ -147,10 +152,7 @@ class Peers:
                 return
             self.down(info.incarnation)
         peer = self._peers[info.incarnation] = Peer(info)
-        trouble = self._dial(peer)
-        if trouble:
-            self._cannot_use(peer, trouble)
-        else:
+        if self._dial(peer, now):
             self.ask(peer, now)
 
     def down(self, incarnation: bytes) -> None:
@@ -166,7 +168,11 @@ class Peers:
         """Ask for the card, unless that was done a moment ago."""
         if peer.state is PeerState.READY:
             peer.state = PeerState.ASKING  # so that `tick` asks where this is too early
-        if peer.socket is None or peer.line is None or now < peer.ask_at:
+        if now < peer.ask_at:
+            return
+        if peer.socket is None:
+            self._dial(peer, now)
+        if peer.socket is None or peer.line is None:
             return
         # False until the connection stands: `tick` tries again.
         sent = send_now(peer.socket, encode(CardRequest(PROTOCOL_VERSION, self._incarnation)))
@@ -184,7 +190,7 @@ class Peers:
         send_now(self._router, route, encode(message))
 
     def tick(self, now: float) -> None:
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             if peer.state is not PeerState.READY:
                 self.ask(peer, now)
 
@@ -204,22 +210,33 @@ class Peers:
 
     # -------------------------------------------------------- inside
 
-    def _dial(self, peer: Peer) -> str:
-        """Connect to it. Why that is not to be, or cannot; empty once it is done."""
+    def _dial(self, peer: Peer, now: float) -> bool:
+        """Connect to it. False: it is not to be used, as it says for good; without a socket left here, until later."""
         info = peer.info
+        peer.ask_at = _NEVER
         refusal = why_not(self._security, info.key)
         if refusal:
-            return f"node {info.name!r} at {info.address} is not connected to: {refusal}"
-        socket = open_socket(self._context, zmq.DEALER, info.address)
-        secure_client(socket, self._security, info.key)
+            self._cannot_use(peer, f"node {info.name!r} at {info.address} is not connected to: {refusal}")
+            return False
         try:
-            peer.line = Line(socket, info.address)
+            with ExitStack() as undo:
+                socket = open_socket(self._context, zmq.DEALER, info.address)
+                undo.callback(socket.close)
+                secure_client(socket, self._security, info.key)
+                peer.line = Line(socket, info.address)
+                undo.pop_all()
         except zmq.ZMQError as error:
-            socket.close()
-            return f"node {info.name} advertises {info.address!r}, which cannot be dialled: {error}"
+            if error.errno in _NO_SOCKET_LEFT:
+                peer.ask_at = now + _ASK_AGAIN_S
+                self._cannot_use(peer, f"node {info.name} is not connected to yet, there is no socket for it: {error}")
+            else:
+                what = f"node {info.name} advertises {info.address!r}, which cannot be dialled"
+                self._cannot_use(peer, f"{what}: {error}")
+            return False
+        peer.ask_at = _NOW
         peer.socket = socket
         self._by_socket[socket] = peer
-        return ""
+        return True
 
     def _answer(self) -> None:
         for _ in range(64):

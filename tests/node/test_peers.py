@@ -89,3 +89,39 @@ def test_a_peer_that_cannot_be_connected_to_is_complained_of_once_each_time(two,
     tried(3)
     assert reader.get(info.incarnation).state is PeerState.ASKING, "what could be read still can"
     assert len(complaints()) == 2
+
+
+def test_peers_for_which_no_socket_is_left_are_dialled_once_there_is_one():
+    with ExitStack() as stack:
+        few, many = zmq.Context(), zmq.Context()
+        few.max_sockets = 8
+        for context in (few, many):
+            stack.callback(context.destroy, linger=0)
+        door = many.socket(zmq.ROUTER)
+        port = door.bind_to_random_port("tcp://127.0.0.1")
+        told = []
+        unused = (lambda *_: None,) * 3
+        reader = Peers(few, Transport(), os.urandom(16), "127.0.0.1", 0, lambda: None, told.append, *unused)
+        stack.callback(reader.close)
+        infos = [NodeInfo(os.urandom(16), f"node{n}", f"tcp://127.0.0.1:{port}") for n in range(12)]
+        for info in infos:
+            reader.up(info, 0.0)
+        peers = [reader.get(info.incarnation) for info in infos]
+        assert [peer.state for peer in peers] == [PeerState.ASKING] * 7 + [PeerState.UNUSABLE] * 5
+        assert told == peers[7:], "who waits for one of them learns that it is in vain"
+        reader.tick(0.9)
+        assert len(told) == 5, "it is not tried all the time"
+        for info in infos[:7]:
+            reader.down(info.incarnation)
+        while door.poll(0):
+            door.recv_multipart()
+        routes, seconds = set(), itertools.count(1)
+
+        def asked():
+            reader.tick(float(next(seconds)))
+            while door.poll(0):
+                routes.add(door.recv_multipart()[0])
+            return len(routes) >= 5
+
+        until(asked, "requests by all that have a socket now")
+        assert all(target in reader.poll_targets() for target in (peer.socket for peer in peers[7:]))
