@@ -112,8 +112,8 @@ class View:
                 for identity in replica.identities():
                     self._on_change(identity)
         if self._nodes_changed:
-            self._nodes_changed = False
             self._tell_nodes()
+            self._nodes_changed = False
 
     def _choose(self) -> tuple[Replicates, ...]:
         # A copy that was lost long ago is no help: of dead nodes it knows what nobody else remembers.
@@ -124,11 +124,13 @@ class View:
         return tuple(replica for replica in self.replicas if replica in chosen)
 
     def _tell_nodes(self) -> None:
-        before = self._nodes
-        self._nodes = {node.incarnation: node for replica in self._counting for node in replica.nodes()}
-        for incarnation, node in before.items():
-            if incarnation not in self._nodes:
+        """Where a callback raises, the nodes after that one are told of at the next turn: `_nodes` is what was told."""
+        known = {node.incarnation: node for replica in self._counting for node in replica.nodes()}
+        for incarnation, node in list(self._nodes.items()):
+            if incarnation not in known:
+                del self._nodes[incarnation]
                 self._on_node(node, False)
-        for incarnation, node in self._nodes.items():
-            if before.get(incarnation) != node:
+        for incarnation, node in known.items():
+            if self._nodes.get(incarnation) != node:
+                self._nodes[incarnation] = node
                 self._on_node(node, True)
