@@ -1,7 +1,8 @@
 """How a copy of a directory's state is kept equal to it, whatever gets lost on the way.
 
 Owns the position in the directory's stream, the snapshot under way and the table they both change. Pure: no sockets,
-no clock of its own. Must never leave the table changed by events of which one before was missed.
+no clock of its own. Must never leave the table changed by events of which one before was missed, or whose rest was not
+applied because whoever was told of a change raised: a snapshot follows, and the error goes on to the caller.
 
 The Clone pattern: take a snapshot that is valid at a sequence number, then every later change; a gap, another epoch or
 silence means a snapshot again, and changes that come meanwhile are kept for after it.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from ec_p2p.control.messages import Changed, Event, Events, NodeUp, SnapshotChunk
+from ec_p2p.control.messages import Changed, Event, Events, NodeUp, SnapshotChunk, SnapshotNode
 from ec_p2p.control.table import Table
 
 _KEPT_BYTES = 64 << 20
@@ -172,7 +173,16 @@ class Follower:
             return
         snapshot.index += 1
         self._ask_at = now + _ANSWER_S
-        for part in chunk.nodes:
+        try:
+            self._take_nodes(snapshot, chunk.nodes)
+            if chunk.last:
+                self._finish(snapshot, now)
+        except BaseException:
+            self.spoil(now)
+            raise
+
+    def _take_nodes(self, snapshot: _Snapshot, nodes: list[SnapshotNode]) -> None:
+        for part in nodes:
             incarnation = part.node.incarnation
             self._table.put_node(part.node)
             unnamed = snapshot.unnamed.get(incarnation)
@@ -182,8 +192,6 @@ class Follower:
                 unnamed.difference_update([advert.identity for advert in part.adverts])
             self._table.describe(incarnation, part.instances)
             self._table.change(incarnation, part.adverts, ())
-        if chunk.last:
-            self._finish(snapshot, now)
 
     def spoil(self, now: float) -> None:
         """The answer under way is of no use. Ask again: the first time at once, then less and less often."""
@@ -263,6 +271,13 @@ class Follower:
     def _apply(self, events: list[Event], now: float) -> None:
         self._seq += 1
         self.counters["events"] += len(events)
+        try:
+            self._apply_each(events, now)
+        except BaseException:
+            self._lose_sync(now)
+            raise
+
+    def _apply_each(self, events: list[Event], now: float) -> None:
         for event in events:
             if isinstance(event, Changed):
                 self.counters["adverts"] += len(event.adverts)

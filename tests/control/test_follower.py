@@ -86,6 +86,67 @@ def test_a_repeated_publication_is_ignored() -> None:
     assert table.lookup(advert(2).identity) == []
 
 
+class Owner:
+    """Of a table: raises when it is told of what is in `fails`."""
+
+    def __init__(self) -> None:
+        self.fails: set[bytes] = set()
+
+    def on_change(self, identity: bytes) -> None:
+        if identity in self.fails:
+            raise RuntimeError("of the owner")
+
+
+def owned() -> tuple[Owner, Table, Follower]:
+    owner = Owner()
+    table = Table(owner.on_change, lambda node, up: None)
+    return owner, table, Follower(table, TIMEOUT_S)
+
+
+def test_an_owner_that_fails_in_the_middle_of_a_publication_gets_a_snapshot() -> None:
+    owner, table, follower = owned()
+    follower.take_chunk(chunk(follower.request(0.0), E1, 5, SnapshotNode(B, [])), 0.0)
+    follower.take_events(5, Events(E1, []), 10, 0.0)
+    owner.fails = {advert(1).identity}
+    with pytest.raises(RuntimeError, match="of the owner"):
+        follower.take_events(6, Events(E1, [*change(advert(1)), *change(advert(2))]), 10, 0.0)
+    assert follower.position is None
+    assert follower.wants_snapshot(0.0)
+    follower.take_events(7, Events(E1, change(advert(3))), 10, 0.0)
+    follower.take_chunk(chunk(follower.request(0.0), E1, 6, SnapshotNode(B, [advert(1), advert(2)])), 0.0)
+    assert follower.position == (E1, 7)
+    assert content(table) == {B: {advert(number).identity: advert(number) for number in (1, 2, 3)}}
+
+
+def test_an_owner_that_fails_with_what_was_kept_gets_another_snapshot() -> None:
+    owner, table, follower = owned()
+    token = follower.request(0.0)
+    for seq in (6, 7, 8):
+        follower.take_events(seq, Events(E1, change(advert(seq))), 10, 0.0)
+    owner.fails = {advert(6).identity}
+    with pytest.raises(RuntimeError, match="of the owner"):
+        follower.take_chunk(chunk(token, E1, 5, SnapshotNode(B, [])), 0.0)
+    assert follower.position is None
+    follower.take_chunk(chunk(follower.request(1.0), E1, 7, SnapshotNode(B, [advert(6), advert(7)])), 1.0)
+    assert follower.position == (E1, 8)
+    assert content(table) == {B: {advert(number).identity: advert(number) for number in (6, 7, 8)}}
+
+
+def test_an_owner_that_fails_in_the_middle_of_a_snapshot_gets_another() -> None:
+    owner, table, follower = owned()
+    token = follower.request(0.0)
+    nodes = SnapshotNode(A, [advert(1)]), SnapshotNode(B, [advert(2)])
+    owner.fails = {advert(1).identity}
+    with pytest.raises(RuntimeError, match="of the owner"):
+        follower.take_chunk(chunk(token, E1, 5, *nodes, last=False), 0.0)
+    follower.take_chunk(chunk(token, E1, 5, index=1), 0.0)
+    assert follower.position is None
+    assert follower.wants_snapshot(0.0)
+    owner.fails = set()
+    follower.take_chunk(chunk(follower.request(0.0), E1, 5, *nodes), 0.0)
+    assert content(table) == {A: {advert(1).identity: advert(1)}, B: {advert(2).identity: advert(2)}}
+
+
 def test_a_gap_is_mended_by_a_snapshot_and_what_came_meanwhile() -> None:
     table, follower = synced()
     follower.take_events(7, Events(E1, change(advert(3))), 10, 0.0)
