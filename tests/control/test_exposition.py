@@ -206,6 +206,23 @@ def test_strangers_cannot_take_all_threads(plain: Any) -> None:
             assert time.monotonic() < deadline
 
 
+def test_threads_that_could_not_be_started_take_no_places(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = plain(SOURCE)
+    start = threading.Thread.start
+
+    def not_one_more(thread: threading.Thread) -> None:
+        if "process_request_thread" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", not_one_more)
+        for _ in range(40):
+            with pytest.raises(OSError):  # it is hung up on, one way or the other
+                get(port, "/healthz")
+    assert get(port, "/healthz")[0] == 200
+
+
 def test_without_prometheus_client_health_is_told_all_the_same(plain: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     port = plain(SOURCE)
