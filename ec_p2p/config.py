@@ -34,6 +34,9 @@ from ec_p2p.config_kinds import (
     shown,
 )
 
+_LONGEST_HOST = 243
+"""Bytes of an address that peers dial: with 'tcp://' and a port it is at most 255, which is what directories take."""
+
 
 class ConfigError(ValueError):
     """A setting is unknown or has a value that cannot be used."""
@@ -121,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """PUB port of an embedded directory. 0: ec_port + 1."""
     bind_host: Annotated[str, Text()] = ""
     """Address the node's sockets bind to. Empty: the loopback if `advertise_host` is a loopback address, else all."""
-    advertise_host: Annotated[str, Text()] = ""
+    advertise_host: Annotated[str, Text(_LONGEST_HOST)] = ""
     """Address that peers dial. Empty: the address from which this host reaches the (first) directory."""
     peer_port: Annotated[int, Port()] = 0
     """Port on which peers ask for the card. 0: any free port."""
