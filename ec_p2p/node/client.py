@@ -2,7 +2,7 @@
 
 Owns the link to the node and the mapped arenas. It must never block longer than it was told to, and never
 raise for anything that the node or the machine does: a client without a node goes on without sharing, and attaches to
-the next one. Used by one thread; it has none of its own, so an idle client costs nothing.
+the next one. Used by one thread at a time; it has none of its own, so an idle client costs nothing.
 """
 
 from __future__ import annotations
