@@ -102,18 +102,25 @@ class View:
         self._nodes_changed = True
 
     def _count(self) -> None:
-        """Choose the replicas that count, and tell what that, or their changes, did."""
-        counting = self._choose()
-        if counting != self._counting:
-            turned = set(counting) ^ set(self._counting)
-            self._counting = counting
+        """Choose the replicas that count, and tell what that, or their changes, did. What was not told, as a callback
+        raised, is told at the next turn."""
+        before, self._counting = self._counting, self._choose()
+        if self._counting != before:
             self._nodes_changed = True
-            for replica in turned:
-                for identity in replica.identities():
-                    self._on_change(identity)
+            try:
+                for replica in set(self._counting) ^ set(before):
+                    for identity in replica.identities():
+                        self._on_change(identity)
+            except BaseException:
+                self._counting = before
+                raise
         if self._nodes_changed:
-            self._tell_nodes()
             self._nodes_changed = False
+            try:
+                self._tell_nodes()
+            except BaseException:
+                self._nodes_changed = True
+                raise
 
     def _choose(self) -> tuple[Replicates, ...]:
         # A copy that was lost long ago is no help: of dead nodes it knows what nobody else remembers.
@@ -124,7 +131,7 @@ class View:
         return tuple(replica for replica in self.replicas if replica in chosen)
 
     def _tell_nodes(self) -> None:
-        """Where a callback raises, the nodes after that one are told of at the next turn: `_nodes` is what was told."""
+        """`_nodes` is what was told, whatever a callback makes of it."""
         known = {node.incarnation: node for replica in self._counting for node in replica.nodes()}
         for incarnation, node in list(self._nodes.items()):
             if incarnation not in known:
