@@ -115,12 +115,8 @@ class View:
                 self._counting = before
                 raise
         if self._nodes_changed:
+            self._tell_nodes()
             self._nodes_changed = False
-            try:
-                self._tell_nodes()
-            except BaseException:
-                self._nodes_changed = True
-                raise
 
     def _choose(self) -> tuple[Replicates, ...]:
         # A copy that was lost long ago is no help: of dead nodes it knows what nobody else remembers.

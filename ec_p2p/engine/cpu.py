@@ -174,8 +174,7 @@ class LocalCPUBackend:
 
         Evicts the least valuable unpinned entries, as few as needed, only where nothing free fits and only if the
         allocation then succeeds. A slab that `on_slab` refuses is done without, and asked for again when `ASK_AGAIN_S`
-        have passed. Raises TooLarge or OutOfMemory with
-        nothing evicted, ValueError for a negative size.
+        have passed. Raises TooLarge or OutOfMemory with nothing evicted, ValueError for a negative size.
         """
         if nbytes < 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")

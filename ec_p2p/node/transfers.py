@@ -319,8 +319,7 @@ class Transfers(Generic[Owner]):
 
 
 def take_batch(legs: deque[Leg[Owner]], most_bytes: int) -> deque[Leg[Owner]]:
-    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and what lands in `most_bytes`,
-    or one."""
+    """Take from the front of `legs`, which is not empty: at most BATCH_LEGS and what lands in `most_bytes`, or one."""
     batch = deque([legs.popleft()])
     memory = batch[0].extent.nbytes
     while legs and len(batch) < BATCH_LEGS:
