@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
-import threading
 from typing import Any
 
 import pytest
@@ -13,23 +11,23 @@ import zmq
 
 from ec_p2p.control import directory, security
 from ec_p2p.control.directory import Directory
+from tests.control.harness import opened
 from tests.control.keys import Pair
 
 
-def held() -> tuple[set[str], int]:
-    """Names of threads, and how many descriptors are open."""
-    gc.collect()
-    return {thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+def held() -> set[object]:
+    gc.collect()  # what another test has dropped must not end in between
+    return opened()
 
 
 @pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.XPUB])
 def test_a_socket_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    opened = directory.open_socket
+    open_one = directory.open_socket
 
     def no_more(context: Any, wanted: int, *where: Any, **options: Any) -> Any:
         if wanted == kind:
             raise zmq.ZMQError(errno.EMFILE)
-        return opened(context, wanted, *where, **options)
+        return open_one(context, wanted, *where, **options)
 
     monkeypatch.setattr(directory, "open_socket", no_more)
     before = held()

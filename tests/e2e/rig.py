@@ -26,6 +26,7 @@ from processes import Run, until
 
 from ec_p2p.cli.following import Following
 from ec_p2p.config import make_config
+from ec_p2p.control.interface import Replicates
 from ec_p2p.identity import entry_identity
 from ec_p2p.node.client import NodeClient
 from ec_p2p.node.messages import Inspect, Inspection, Landed, Missing, WantItem
@@ -120,12 +121,19 @@ def entry_bytes(client: NodeClient, identity: bytes) -> bytes | None:
     return copied
 
 
-def until_known(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
-    """Wait until the node of `host` knows who has the entries that a producer's hint names. An answer of the producer
-    may come before that: it saves, and its node advertises, behind its back."""
+@contextmanager
+def copied_directory(fleet: Fleet) -> Iterator[Replicates]:
+    """What the fleet's directory knows by now."""
     with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:
         assert following.catch_up(PATIENCE_S) == []
         (replica,) = following.view.replicas
+        yield replica
+
+
+def until_known(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
+    """Wait until the node of `host` knows who has the entries that a producer's hint names. An answer of the producer
+    may come before that: it saves, and its node advertises, behind its back."""
+    with copied_directory(fleet) as replica:
         instances = [instance for node in replica.nodes() for instance in replica.instances(node.incarnation)]
     (namespace,) = {instance.namespace for instance in instances if instance.namespace}
     with looking_into(fleet, host) as client:

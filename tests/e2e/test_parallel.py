@@ -9,10 +9,8 @@ from chat import ask, chat_body
 from fleet import Fleet, Host, Server
 from processes import until
 
-from ec_p2p.cli.following import Following
-from ec_p2p.config import make_config
 from tests.e2e.counting import Change, salted, same_but_for_rounding
-from tests.e2e.rig import PATIENCE_S, encode, entry_bytes, inspect, looking_into, until_known
+from tests.e2e.rig import PATIENCE_S, copied_directory, encode, entry_bytes, inspect, looking_into, until_known
 
 Image = Callable[..., str]
 
@@ -36,9 +34,7 @@ def settles(fleet: Fleet, host: Host, counter: str, value: int) -> None:
 
 def told(fleet: Fleet, host: Host) -> tuple[list[bytes], list[str]]:
     """What the directory knows of a host's node: its entries, and the instances there."""
-    with Following(make_config({"ec_ip": "127.0.0.1", "ec_port": fleet.ec_port})) as following:
-        assert following.catch_up(PATIENCE_S) == []
-        (replica,) = following.view.replicas
+    with copied_directory(fleet) as replica:
         (node,) = (node for node in replica.nodes() if node.name == host.node_name)
         held_there = [advert.identity for advert in replica.held_by(node.incarnation)]
         return held_there, [instance.name for instance in replica.instances(node.incarnation)]
