@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/python examples/disagg/demo.py
 
 test: lint valkey
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/every_test.py
 
 # Tests of directories in Valkey and Redis servers skip themselves where there is none and none can be installed.
 valkey:
