@@ -30,6 +30,7 @@ from ec_p2p.node.messages import (
 )
 from ec_p2p.node.spawn import node_command
 from ec_p2p.transport import nixl_available
+from tests.transport.ends import stop_process
 
 PATIENCE_S = 60.0
 """For what takes a moment, on a machine that is busy with other things."""
@@ -37,14 +38,18 @@ DOUBTS_SOON = {"node_timeout_s": 1.5, "read_timeout_s": 1.0}
 """Of nodes that are to find out that another is dead, or stands still. On a busy machine one that lives may be taken
 for dead, too, until it is heard again: such a test asks again until it has what it waits for."""
 _numbers = itertools.count()
+_next_ones: set[int] = set()
 
 
 def free_ports() -> int:
     """A port that is free together with the next one, and that the system gives to nobody who asks for any."""
     while True:
         port = free_port()
+        if not {port, port + 1}.isdisjoint(_next_ones):
+            continue  # it may not be listened on yet
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port + 1))
+            _next_ones.add(port + 1)
             return port
 
 
@@ -98,6 +103,16 @@ class Client:
         arena.buffer[window.offset : window.offset + len(payload)] = payload
         self.node.send(Commit(window.window, identity, window.offset, len(payload), rows, dim, "bfloat16"))
         self.sync()
+
+    def has_written(self, files):
+        """Wait until the node has written so many, and nothing waits to be written: it may all be evicted, and there is
+        room in the queue. A file stands, and counts, before that."""
+
+        def written():
+            seen = self.inspect()
+            return seen.counters.get("disk_writes", 0) >= files and not seen.gauges["disk_bytes{kind=queued}"]
+
+        until(written, f"{files} files")
 
     def want(self, *identities, rows=0, readers=0, wait_s=PATIENCE_S, expect_s=0.0, local_only=False):
         """The answers, in the order of the items."""
@@ -155,7 +170,8 @@ class RunningNode:
         self.process.wait()
 
     def freeze(self):
-        self.process.send_signal(signal.SIGSTOP)
+        """It has stopped when this returns: what is asked of it then it has not heard."""
+        stop_process(self.process.pid)
 
     def thaw(self):
         self.process.send_signal(signal.SIGCONT)

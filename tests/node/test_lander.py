@@ -21,7 +21,7 @@ from ec_p2p.node.client import Detached
 from ec_p2p.node.device import device_for
 from ec_p2p.node.messages import DropEntry, PeerCard, PeerGone, Quarantined, ReadEnded, ReadEntry
 from ec_p2p.transport import nixl_available
-from tests.transport.ends import Holder, in_child, until
+from tests.transport.ends import Holder, in_child, stop_process, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
 
@@ -299,7 +299,7 @@ def read_from_a_stopped_holder(name, card, pid):
         answers_to(client, PeerCard(bytes.fromhex(name), card), entry(1, name))
         client.say(DropEntry(1))
         until(lambda: lander.free_bytes == before, "the first entry's memory")
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         late = answers_to(client, entry(2, name))
         stuck = answers_to(client, entry(3, name))
         detained = before - lander.free_bytes

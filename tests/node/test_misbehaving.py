@@ -50,13 +50,16 @@ def test_a_holder_that_is_killed_or_frozen(plays, link, step, way):
         if way == KILLED:
             victim.node.kill()
         else:
-            victim.freeze()
+            victim.node.freeze()
         play.reader_node.go_on()
         landed = play.what_landed(want, victim.wanted)
         assert victim.shared in landed, "another holder has it"
         detained = play.accounts_for_its_memory()
-        if way == KILLED or link == ZMQ:
+        if link == ZMQ:
             assert detained == 0
+        elif way == KILLED:
+            # The library may hear of its death only after the READ was late.
+            until(lambda: play.accounts_for_its_memory() == 0, "nothing to be detained by who is dead")
         elif link == TCP:
             assert (detained > 0) is (step not in (UP, STAGE)), (
                 "where a READ was on its way to a process that stands still"
@@ -84,9 +87,9 @@ def test_a_reader_that_is_killed_leaves_its_holder_alone(plays, link, step):
     identities = [os.urandom(32) for _ in range(6)]
     for identity in identities:
         play.steady.store(identity, payload_of(identity))
-    client.has_landed(identities[0])
+    client.has_landed(identities[-1])  # which was stored last: the others are known
     victim.stop_at(step)
-    for identity in identities[1:]:
+    for identity in identities[:-1]:
         client.node.want([WantItem(identity, 0)], readers=0, wait_s=20.0, expect_s=1.0)
     victim.await_stop()
     victim.kill()

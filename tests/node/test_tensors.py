@@ -11,9 +11,15 @@ from ec_p2p.node.client import Detached
 from ec_p2p.node.messages import Landed, Missing, OpenWindow, Pending, Saved, SaveSkipped, WantItem, Window
 from ec_p2p.node.tensors import Loader, Place, Saver
 
-from .conftest import until
+from .conftest import PATIENCE_S, until
 
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A step of a model waits for no node as long as a test does for one on a busy machine."""
+    monkeypatch.setattr("ec_p2p.node.tensors._WINDOW_WAIT_S", PATIENCE_S)
 
 
 @pytest.fixture
