@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import signal
 from types import SimpleNamespace
 
 import msgspec
@@ -20,7 +18,7 @@ from ec_p2p.node.lander import Lander
 from ec_p2p.node.messages import Landed, Missing, WantItem
 from ec_p2p.transport import nixl_available
 from tests.node.conftest import Fleet, until
-from tests.transport.ends import PATIENCE_S, start_process
+from tests.transport.ends import PATIENCE_S, start_process, stop_process
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
 
@@ -291,7 +289,7 @@ def test_a_lander_that_dies_fails_nothing(holder, client, readers, engine):
         holder.store(identity, payload(number))
     (landed,) = engine.want(identities[0])
     assert landed.read
-    os.kill(readers[1].process.pid, signal.SIGSTOP)
+    stop_process(readers[1].process.pid)
     want = engine.ask(identities[1])
     until(lambda: client.inspect().gauges["device_entries"] == 2, "the READ to be ordered")
     readers[1].process.kill()
