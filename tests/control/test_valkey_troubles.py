@@ -31,14 +31,22 @@ def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return sorted(record.getMessage().partition(", ")[2] for record in found)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
+    """Options of announcers and replicas that call no server unreachable because it is slow for a while: a call may
+    take half as long as a node may be silent."""
+    monkeypatch.setattr("ec_p2p.control.valkey_worker._LONGEST_CALL_S", PATIENCE_S)
+    return {"announcer": {"timeout_s": 2 * PATIENCE_S}, "replica": {"node_timeout_s": 2 * PATIENCE_S}}
+
+
 # ---------------------------------------------------------------- it loses what it knew
 
 
 @pytest.mark.parametrize("lost", ["about", "leases", "places", "events", "n:"])
 def test_any_key_that_vanishes_comes_back(loop: Loop, server: ValkeyProcess, lost: str) -> None:
     """As under an eviction policy that is not noeviction."""
-    announcer = loop.announcer(server.endpoint, node(1))
-    replica = loop.replica(server.endpoint)
+    announcer = loop.announcer(server.endpoint, node(1), timeout_s=PATIENCE_S)
+    replica = loop.replica(server.endpoint, node_timeout_s=PATIENCE_S)
     announcer.store(advert(1))
     loop.until(lambda: in_step(server, replica) and replica.lookup(ONE))
     with server.client() as client:
@@ -146,16 +154,16 @@ def test_a_frozen_server_costs_nobody_anything_but_news(
 
 
 def test_killed_and_started_anew_it_is_told_of_once(
-    loop: Loop, server: ValkeyProcess, caplog: pytest.LogCaptureFixture
+    loop: Loop, server: ValkeyProcess, patient: dict[str, dict[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    announcer = loop.announcer(server.endpoint, node(1))
-    replica = loop.replica(server.endpoint)
+    announcer = loop.announcer(server.endpoint, node(1), **patient["announcer"])
+    replica = loop.replica(server.endpoint, **patient["replica"])
     announcer.store(advert(1))
     loop.until(lambda: in_step(server, replica) and announcer.connected)
     for times in (1, 2):
         server.kill()
-        loop.until(lambda: not announcer.connected and not replica.fresh)
+        loop.until(lambda least=2 * times: not announcer.connected and len(lines(caplog, logging.WARNING)) >= least)
         for _ in range(50):
             loop.turn()
         told = lines(caplog, logging.WARNING)
@@ -216,7 +224,7 @@ def test_a_full_server_takes_nothing_new_and_keeps_who_is_there(
     loop: Loop, server: ValkeyProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     went: list[str] = []
-    announcer = loop.announcer(server.endpoint, node(1))
+    announcer = loop.announcer(server.endpoint, node(1), timeout_s=PATIENCE_S)
     replica = loop.replica(server.endpoint, on_node=lambda node, up: up or went.append(node.name))
     announcer.store(advert(1))
     loop.until(lambda: in_step(server, replica) and replica.lookup(ONE))
@@ -226,13 +234,13 @@ def test_a_full_server_takes_nothing_new_and_keeps_who_is_there(
         loop.until(lambda: not announcer.connected and announcer.refused)
         assert "it is full, see its maxmemory" in announcer.refused
         lease = client.zscore(server.key("leases"), node(1).incarnation)
-        # Three times as long as a node may be silent.
+        # It is renewed again and again, which a node of a shorter one would not live without.
         loop.until(lambda: client.zscore(server.key("leases"), node(1).incarnation) > lease + 3_000)
+        loop.until(lambda: replica.fresh)
         assert replica.nodes() == [node(1)]
-        assert replica.fresh
-        told = lines(caplog, logging.WARNING)
-        assert len(told) == 1
-        assert told[0].startswith("announcing: refuses: it is full")
+        # A server that is slow, too, may be said to be gone, and then again to be full.
+        (told,) = {line for line in lines(caplog, logging.WARNING) if "cannot be reached" not in line}
+        assert told.startswith("announcing: refuses: it is full")
         client.config_set("maxmemory", 0)
     loop.until(lambda: announcer.connected and replica.lookup(TWO))
     assert announcer.refused == ""
@@ -256,11 +264,16 @@ def refusing(kind: str, server: ValkeyProcess, client: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["read-only", "password", "user", "strangers"])
 def test_a_refusal_is_said_once_in_words(
-    loop: Loop, server: ValkeyProcess, kind: str, caplog: pytest.LogCaptureFixture
+    loop: Loop,
+    server: ValkeyProcess,
+    kind: str,
+    patient: dict[str, dict[str, float]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with server.client() as client:
         expected = refusing(kind, server, client)
-        announcer, replica = loop.announcer(server.endpoint, node(1)), loop.replica(server.endpoint)
+        announcer = loop.announcer(server.endpoint, node(1), **patient["announcer"])
+        replica = loop.replica(server.endpoint, **patient["replica"])
         announcer.store(advert(1))
         loop.until(lambda: len(lines(caplog, logging.WARNING)) == 2)
         for _ in range(50):
