@@ -17,7 +17,7 @@ NAMESPACE, OTHER = "ab" * 32, "cd" * 32
 
 
 def found(*arguments: str) -> list[dict]:
-    done = run("find", "--json", *arguments)
+    done = run("find", "--json", "--timeout", f"{PATIENCE_S}", *arguments)
     assert done.stderr == ""
     holders = json.loads(done.stdout)["holders"]
     assert done.returncode == (0 if holders else 1)

@@ -26,7 +26,7 @@ NAMESPACE = "ab" * 32
 
 
 def listed(*arguments: str) -> dict:
-    done = run("ls", "--json", *arguments)
+    done = run("ls", "--json", "--timeout", f"{PATIENCE_S}", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 

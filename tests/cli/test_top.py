@@ -26,11 +26,12 @@ from ec_p2p.node.messages import Inspection
 from tests.cli.commands import command, environment, run
 from tests.cli.conftest import Announced, held
 from tests.control.harness import node
-from tests.node.conftest import Fleet, until
+from tests.node.conftest import PATIENCE_S, Fleet, until
 
 
 def objects(*arguments: str) -> list[dict]:
-    done = run("top", "--json", "--interval", "0.1", *arguments)
+    patience = ("--timeout", f"{PATIENCE_S}", "--set", f"node_timeout_s={PATIENCE_S}")
+    done = run("top", "--json", "--interval", "0.1", *patience, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
 

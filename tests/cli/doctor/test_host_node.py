@@ -6,13 +6,7 @@ import pytest
 
 from ec_p2p.cli.doctor import host_node
 from ec_p2p.cli.doctor.finding import Level
-from tests.node.conftest import PATIENCE_S, Fleet
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is to answer has the time."""
-    monkeypatch.setattr(host_node, "_ANSWER_S", PATIENCE_S)
+from tests.node.conftest import Fleet
 
 
 def test_a_node_that_runs_and_one_that_is_stopped(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
