@@ -140,7 +140,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_leaves_nothing_behind(tmp
     with pytest.raises(OSError, match=r"local_disk='.*/file/below'"):
         StorageManager(FEW, local_disk=str(tmp_path / "file" / "below"))
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    # Of others in this process some may have been closed meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 # ---------------------------------------------------------------- what only the disk holds
@@ -650,6 +651,7 @@ def test_who_reads_while_the_manager_closes_is_told_that_it_is_closed(tmp_path: 
     gate.opened.set()
     reader.join()
     assert complaints == ["the arena is closed"]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("ec-p2p-disk")])
 
 
 def test_closing_under_traffic_is_an_error_for_the_callers_and_no_crash(tmp_path: Path) -> None:

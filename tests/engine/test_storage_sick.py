@@ -195,4 +195,4 @@ def test_who_waits_for_a_read_that_hangs_is_told_when_all_is_closed(tmp_path: Pa
     gate.opened.set()
     reader.join()
     assert heard == ["the arena is closed"] * 3
-    assert not disk_threads()
+    until(lambda: not disk_threads())
