@@ -36,7 +36,7 @@ class Runner:
 
     def __init__(self, fleet, node, role, runner, monkeypatch, **settings):
         # What comes late on a busy machine is waited for: nothing encodes it here.
-        common = {**fleet.common, "fetch_timeout_s": PATIENCE_S / 2}
+        common = {**fleet.common, "fetch_timeout_s": PATIENCE_S / 2, "expect_s": PATIENCE_S / 2}
         config = vllm_config(ec_role=role, **{**common, "node_name": node, **settings})
         config.ec_transfer_config.engine_id = f"{node}-{role}-{os.urandom(4).hex()}"
         config.ec_transfer_config.ec_port = config.ec_transfer_config.ec_connector_extra_config.pop("ec_port")

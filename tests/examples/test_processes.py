@@ -14,6 +14,8 @@ import procfs
 import pytest
 from processes import Failed, Run, free_port, until
 
+from tests.node.conftest import free_ports
+
 PYTHON = (sys.executable, "-S", "-c")
 SLEEP = "import time; time.sleep(600)"
 DETACHED = f"""
@@ -128,7 +130,7 @@ with Run(Path({str(tmp_path)!r})) as run:
 
 
 def test_a_port_in_use_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, free = free_port(), free_port()
+    taken, free = free_port(), free_ports()
     offers = iter([taken, free, free + 1])
     monkeypatch.setattr("processes.random.randrange", lambda *_: next(offers))
     monkeypatch.setattr("processes._handed_out", {free})
