@@ -155,9 +155,11 @@ def serve_listeners(pipe: Pipe, endpoint: str, count: int) -> None:
 
 
 def _watch(directory: Remote, seconds: float) -> dict[str, float]:
-    """{cpu: seconds of CPU time a second, publishes: a second}."""
+    """{cpu: seconds of CPU time a second, publishes: a second}. Takes `seconds`, or as much longer as it is until
+    anything is published: a heartbeat, at the latest."""
     before, started = directory.ask("stats"), time.monotonic()
     time.sleep(seconds)
+    poll_until(lambda: directory.ask("stats")["publishes"] > before["publishes"])
     after, spent = directory.ask("stats"), time.monotonic() - started
     return {
         "cpu": (after["cpu_s"] - before["cpu_s"]) / spent,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ec_p2p.cli import main
+from ec_p2p.cli import bench_instances, main
 from ec_p2p.cli.bench_directory import gates
 
 SIZES = ["80", "800", "4000"]
@@ -79,6 +79,18 @@ def test_programs_get_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"announced_s", "idle_percent", "heartbeat_us", "publish_us", "kib_per_instance", "restart_cpu_s"} <= set(
         row
     )
+
+
+def test_a_directory_is_watched_until_it_has_published_something() -> None:
+    """Who publishes may stand still for as long as the measurement was to take."""
+
+    class Directory:
+        published = iter([7, 7, 7, 8, 8])
+
+        def ask(self, _: str) -> dict[str, float]:
+            return {"cpu_s": 1.0, "publishes": next(self.published)}
+
+    assert bench_instances._watch(Directory(), 0.0)["publishes"] > 0
 
 
 def test_more_than_the_machine_allows_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
