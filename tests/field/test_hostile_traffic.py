@@ -26,7 +26,7 @@ from ec_p2p.node.address import attach_address
 from ec_p2p.node.messages import CloseWindow, Landed
 from tests.field.junk import GREETING, HTTP_REQUEST, JUNK, OPENINGS
 from tests.field.test_hostile_bytes import FRAMES
-from tests.node.conftest import Fleet, free_ports, until
+from tests.node.conftest import PATIENCE_S, Fleet, free_ports, until
 
 ROUNDS = 2
 FOREIGN = [frame for decoder in FRAMES.values() for frame in decoder.valid]
@@ -35,7 +35,10 @@ FOREIGN = [frame for decoder in FRAMES.values() for frame in decoder.valid]
 
 def ports_of(pid: int) -> list[int]:
     """TCP ports that a process listens on."""
-    mine = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    mine = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed just now
+            mine.add(os.readlink(fd))
     tables = (Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     return [int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine]
@@ -131,7 +134,7 @@ class Town:
 
     def close(self) -> None:
         self.directory.terminate()
-        assert self.directory.wait(20) == 0
+        assert self.directory.wait(PATIENCE_S) == 0
 
     def work(self) -> None:
         """One entry is stored, found, fetched, read and released."""
