@@ -12,6 +12,10 @@ keep more than one change per identity, nor take for known what was sent before 
 | refused | it speaks another version | a hello is due again after 10 s; a welcome of this version: welcomed |
 | left | nothing is said any more | nothing |
 
+At most `_AHEAD` announces are on their way: a heartbeat after every few asks for a welcome, which says what was read.
+More would fill the connection's buffers where a directory is behind with reading many nodes at once. The kernel takes
+it for dead then, and everything that was said is lost and said again, which puts the directory further behind.
+
 A refusal ends any state but left, `leave` any. Silence ends none: to say everything again to a directory that is slow
 because much is said to it would make it slower still, for all. A heartbeat finds out whether it still knows this node.
 """
@@ -40,6 +44,9 @@ from ec_p2p.control.messages import (
 log = logging.getLogger(__name__)
 
 _BATCH = 1024
+_AHEAD = 8
+"""Announces that the directory has not said to have read. Together with heartbeats they find room in its queue."""
+_ASK_AFTER = 4
 _REFUSED_RETRY_S = 10.0
 
 
@@ -71,6 +78,10 @@ class Announcing:
         self._instances_pending = False
         self._epoch = b""
         self._seq = 0
+        self._asked = 0
+        """The seq that the last heartbeat told."""
+        self._read: float = 0
+        """Announces up to this one have been read; infinity where the directory does not tell."""
         self._heard = 0.0
         self._silent = False
         self._next_hello = float("-inf")
@@ -127,6 +138,8 @@ class Announcing:
                 self._be_welcomed(message, now)
             elif message.epoch != self._epoch:
                 self._start_over(now)
+            else:
+                self._note_read(message.seq)
         # One in answer to what was sent before the last hello says nothing new: until the welcome they are ignored.
         elif isinstance(message, HelloAgain) and self._welcomed:
             log.info("directory %s asks for everything again", self._name)
@@ -147,7 +160,8 @@ class Announcing:
             return float("inf")
         if not self._welcomed:
             return self._next_hello
-        return float("-inf") if self._pending or self._instances_pending else self._next_heartbeat
+        has_news = self._pending or self._instances_pending
+        return float("-inf") if has_news and (self._may_announce or self._should_ask) else self._next_heartbeat
 
     def next_message(self, now: float) -> Hello | Announce | Heartbeat | None:
         """What is to be sent now. None: nothing yet."""
@@ -157,7 +171,7 @@ class Announcing:
             return Hello(PROTOCOL_VERSION, self._node)
         # Before any announce: only a heartbeat is answered, and a node that always has something to say wants to know
         # that it is heard.
-        if now >= self._next_heartbeat:
+        if now >= self._next_heartbeat or self._should_ask:
             return Heartbeat(self._node.incarnation, self._seq)
         batch = dict(islice(self._pending.items(), _BATCH))
         adverts = [advert for advert in batch.values() if advert is not None]
@@ -175,6 +189,7 @@ class Announcing:
         elif isinstance(message, Heartbeat):
             self.counters["heartbeats"] += 1
             self._next_heartbeat = now + self._heartbeat_s
+            self._asked = message.seq
         else:
             self.counters["announces"] += 1
             self._seq = message.seq
@@ -183,6 +198,21 @@ class Announcing:
                 del self._pending[identity]
             for advert in message.adverts:
                 del self._pending[advert.identity]
+
+    @property
+    def _may_announce(self) -> bool:
+        return self._seq - self._read < _AHEAD
+
+    @property
+    def _should_ask(self) -> bool:
+        """A heartbeat is due for the sake of its answer."""
+        return self._seq - self._asked >= _ASK_AFTER
+
+    def _note_read(self, seq: int | None) -> None:
+        if seq is None:
+            self._read = float("inf")
+        elif seq <= self._asked:  # not, where it answers to what was before the last hello
+            self._read = max(self._read, seq)
 
     # -------------------------------------------------------- transitions
 
@@ -195,7 +225,8 @@ class Announcing:
         self.standing = Standing.WELCOMED
         self.refused = ""
         self._epoch = message.epoch
-        self._seq = 0
+        self._seq = self._asked = 0
+        self._read = float("inf") if message.seq is None else 0
         self._pending = dict(self._entries)
         self._instances_pending = bool(self._instances)
         self._next_heartbeat = now + self._heartbeat_s

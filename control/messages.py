@@ -148,6 +148,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     epoch: Epoch
     pub_port: Port
     """TCP port of the PUB socket, on the host that was dialled."""
+    seq: Natural | None = None
+    """That of the heartbeat, when it is answered: all announces up to there were read. 0 to anything else. None: this
+    directory does not tell."""
 
 
 class HelloAgain(msgspec.Struct, frozen=True, array_like=True, tag="hello!"):

@@ -171,3 +171,62 @@ def test_whoever_does_not_know_the_node_gets_no_goodbye() -> None:
     said(refused, 0.0)
     refused.take(Refused("no"), 0.1)
     assert refused.leave() is None
+
+
+# -------------------------------------------------------- how far ahead
+
+
+def read(seq: int) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, EPOCH, 1, seq)
+
+
+def numbers(messages: list[Hello | Announce | Heartbeat]) -> list[int]:
+    """Seqs, those of heartbeats negated."""
+    return [message.seq if isinstance(message, Announce) else -message.seq for message in messages]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def talkative() -> Announcing:
+    """With much to say to a directory that tells what it has read."""
+    announcing = Announcing("directory", node(1), HEARTBEAT_S, TIMEOUT_S)
+    for number in range(20 * 1024):
+        announcing.store(advert(number))
+    assert said(announcing, 0.0) == [Hello(PROTOCOL_VERSION, node(1))]
+    announcing.take(read(0), 0.0)
+    assert numbers(said(announcing, 0.0)) == [1, 2, 3, 4, -4, 5, 6, 7, 8, -8]
+    return announcing
+
+
+def test_no_more_is_on_its_way_than_a_directory_that_is_behind_can_keep(talkative: Announcing) -> None:
+    for second in (1.0, 2.0, 3.0):
+        assert numbers(said(talkative, second)) == [-8]
+    talkative.take(read(4), 3.5)
+    assert numbers(said(talkative, 3.5)) == [9, 10, 11, 12, -12]
+    talkative.take(read(8), 3.5)
+    talkative.take(read(8), 3.5)
+    assert numbers(said(talkative, 3.5)) == [13, 14, 15, 16, -16]
+    talkative.take(read(16), 3.6)
+    assert numbers(said(talkative, 3.6)) == [17, 18, 19, 20]
+    assert talkative.pending == 0
+
+
+def test_a_welcome_that_is_lost_is_asked_for_again(talkative: Announcing) -> None:
+    assert numbers(said(talkative, 1.0)) == [-8]
+    talkative.take(read(8), 1.1)
+    assert numbers(said(talkative, 1.1)) == [9, 10, 11, 12, -12, 13, 14, 15, 16, -16]
+
+
+def test_what_answers_to_another_life_says_nothing(talkative: Announcing) -> None:
+    talkative.take(HelloAgain(EPOCH), 0.5)
+    assert said(talkative, 0.5) == [Hello(PROTOCOL_VERSION, node(1))]
+    talkative.take(read(0), 0.6)
+    said(talkative, 0.6)
+    talkative.take(read(100), 0.7)
+    assert said(talkative, 0.7) == []
+
+
+def test_one_that_does_not_tell_is_told_everything_at_once(talkative: Announcing) -> None:
+    talkative.take(WELCOME, 0.5)
+    assert talkative.pending > 0
+    said(talkative, 0.5)
+    assert talkative.pending == 0
