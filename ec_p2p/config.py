@@ -156,6 +156,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_name or socket.gethostname()
 
 
+MOST_SLABS = 2048
+"""Each is registered by itself, and takes 50 bytes or more, by each rail of the network, of a card of at most 1 MiB."""
+
 DEFAULTS = Config()
 KINDS: dict[str, Kind] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Config, include_extras=True).items()
@@ -188,6 +191,13 @@ def combine(values: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"node_timeout_s={config.node_timeout_s!r}; accepted: more than heartbeat_s ({config.heartbeat_s!r})",
             ("node_timeout_s", "heartbeat_s"),
+        )
+    if config.max_local_cpu_size > MOST_SLABS * config.slab_size:
+        least = -(-config.max_local_cpu_size // MOST_SLABS)
+        raise ConfigError(
+            f"slab_size={config.slab_size!r} with max_local_cpu_size={config.max_local_cpu_size!r}; accepted: "
+            f"{least} bytes or more, so that the arena has at most {MOST_SLABS} slabs",
+            ("slab_size", "max_local_cpu_size"),
         )
     if config.require_encryption and not config.security:
         raise ConfigError(

@@ -23,7 +23,7 @@ def test_an_unknown_setting_is_refused_and_names_the_nearest_known_one():
 @pytest.mark.parametrize(
     ("value", "nbytes"),
     [
-        ("9007199254740993B", (1 << 53) + 1),
+        ("1099511627775B", (1 << 40) - 1),
         (1, GIB),
         (0.5, GIB // 2),
         ("2", 2 * GIB),
@@ -33,7 +33,7 @@ def test_an_unknown_setting_is_refused_and_names_the_nearest_known_one():
     ],
 )
 def test_arena_sizes_are_gib_or_carry_a_unit(value, nbytes):
-    assert make_config({"max_local_cpu_size": value}).max_local_cpu_size == nbytes
+    assert make_config({"max_local_cpu_size": value, "slab_size": "1GiB"}).max_local_cpu_size == nbytes
 
 
 def test_other_sizes_are_bytes_or_carry_a_unit():
@@ -122,6 +122,14 @@ def test_a_bad_size_names_the_key_the_value_and_what_is_accepted(value):
 def test_a_bad_value_names_its_key_itself_and_what_is_accepted(key, value):
     with pytest.raises(ConfigError, match=rf"^{key}={re.escape(repr(value))}.*accepted: .+"):
         make_config({key: value})
+
+
+def test_an_arena_has_not_more_slabs_than_a_card_can_tell_of():
+    """A card that is too large is never read: to its peers such a node would be there, and yet not."""
+    most = {"max_local_cpu_size": f"{2048 * (64 << 10)}B", "slab_size": 64 << 10}
+    assert make_config(most).slab_size == 64 << 10
+    with pytest.raises(ConfigError, match=r"^slab_size=65536 with max_local_cpu_size=134217729; accepted: 65537 bytes"):
+        make_config({**most, "max_local_cpu_size": f"{2048 * (64 << 10) + 1}B"})
 
 
 def test_every_default_is_a_value_that_is_accepted():

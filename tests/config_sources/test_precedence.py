@@ -149,9 +149,10 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
         case Switch():
             return st.booleans()
         case Size(bare_unit=bare, least=least):
-            bytes_ = st.integers(least, 1 << 50).map("{}B".format)
-            bare_ones = st.floats(0.001, 1000) if bare == GIB else st.integers(least, 1 << 50)
-            return st.one_of(bytes_, bare_ones, st.sampled_from(["64KiB", "1.5 MiB", "2gib", "1TiB"]))
+            most = 512 * GIB if bare == GIB else 1 << 50  # an arena has so many slabs of the usual size, and no more
+            bytes_ = st.integers(least, most).map("{}B".format)
+            bare_ones = st.floats(0.001, 512) if bare == GIB else st.integers(least, most)
+            return st.one_of(bytes_, bare_ones, st.sampled_from(["64KiB", "1.5 MiB", "2gib", "0.5TiB"]))
         case Seconds():
             return st.one_of(st.integers(1, 1000), st.floats(0.001, 10**6))
         case Port(least=least):
@@ -176,7 +177,14 @@ def good_values(kind: Kind) -> st.SearchStrategy[Any]:
 
 
 # Apart from what depends on another setting, and from the tier that is always on.
-BOUND = ("node_group", "heartbeat_s", "node_timeout_s", "require_encryption", "local_cpu")
+BOUND = (
+    "node_group",
+    "heartbeat_s",
+    "node_timeout_s",
+    "require_encryption",
+    "local_cpu",
+    "slab_size",
+)
 FREE = [name for name in KINDS if name not in BOUND]
 CLEARED = [name for name in FREE if getattr(DEFAULTS, name) in ("", (), {})]
 
