@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     import zmq
 
     from ec_p2p.engine.cpu import OutOfMemory
+    from ec_p2p.node.listening import AlreadyRunning
     from ec_p2p.node.service import Node
-    from ec_p2p.node.sessions import AlreadyRunning
     from ec_p2p.transport.interface import TransportError
 
     try:

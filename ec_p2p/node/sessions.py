@@ -1,6 +1,6 @@
 """Clients of a node: attaching, knowing that they live, talking to them.
 
-Owns the Unix listener and the attached Unix sockets, on which everything travels, one message a datagram. It must
+Owns the attached Unix sockets, on which everything travels, one message a datagram. It must
 never know what a message means: `clients` does. A session ends when its socket closes, which the kernel does for
 every kind of death, when its process has ended, or with the node; in each case after all that had arrived by then.
 """
@@ -8,8 +8,6 @@ every kind of death, when its process has ended, or with the node; in each case 
 from __future__ import annotations
 
 import contextlib
-import errno
-import grp
 import itertools
 import logging
 import os
@@ -19,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ec_p2p.config import Config, ConfigError
+from ec_p2p.config import Config
 from ec_p2p.control.codec import BadFrame, decode, encode
-from ec_p2p.node.address import attach_address
+from ec_p2p.node.listening import Listening
 from ec_p2p.node.messages import CLIENT_PROTOCOL_VERSION, Attach, Attached, AttachRefused, FromNode, ToNode
 from ec_p2p.node.outbox import Outbox
 
@@ -33,15 +31,10 @@ _MAX_FRAME = 1 << 16
 _SEND_BUFFER = 1 << 20
 _MAX_SESSIONS = 4096
 _HELLO_TIMEOUT_S = 5.0
-_BACKLOG = 128
 _SO_PEERGROUPS = 59
 """Linux's number, which the socket module does not name."""
 _PEERGROUPS_BYTES = 1024
 """The most that Python's getsockopt takes."""
-
-
-class AlreadyRunning(Exception):
-    """A node of this name is alive on this host."""
 
 
 class Session:
@@ -84,16 +77,14 @@ class Sessions:
         self._on_message = on_message
         self._on_closed = on_closed
         self._on_bad_frame = on_bad_frame
-        self._group = _group_id(config.node_group) if config.node_group else None
         self._ids = itertools.count(1)
         self._by_fd: dict[int, Session] = {}
         self._by_pidfd: dict[int, Session] = {}
         self._to_flush: dict[int, Session] = {}
         self._newcomers: dict[int, tuple[socket.socket, float]] = {}
-        self._path = config.node_socket
-        self._listener = _listen(attach_address(config), self._path)
-        if self._path:
-            self._open_to_group(self._path)
+        self._listening = Listening(config)
+        self._listener = self._listening.socket
+        self._group = self._listening.group
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -171,6 +162,9 @@ class Sessions:
     def dismiss(self) -> None:
         """End every session, so that no client waits for this node any more. Its name stays taken: whoever connects is
         not answered, and not told that there is no node."""
+        # All of them, before the first lease ends: what is promised outlives this node, and no window may cover it.
+        for session in self.all():
+            self._hear_out(session)
         for session in self.all():
             self._end(session)
         for sock, _ in self._newcomers.values():
@@ -180,17 +174,9 @@ class Sessions:
     def close(self) -> None:
         """`dismiss`, and give up the name."""
         self.dismiss()
-        self._listener.close()
-        if self._path:
-            _unlink(self._path)
+        self._listening.close()
 
     # -------------------------------------------------------- inside
-
-    def _open_to_group(self, path: str) -> None:
-        """The kernel lets connect to a socket file whoever may write to it."""
-        if self._group is not None:
-            os.chown(path, -1, self._group)
-        os.chmod(path, 0o600 if self._group is None else 0o660)
 
     def _receive(self, session: Session) -> bool:
         """Take in what a client has said. False once it is gone."""
@@ -305,13 +291,6 @@ def _pidfd(pid: int) -> int:
         return -1  # in a process namespace that is not visible from here, or gone: then the socket says so
 
 
-def _group_id(name: str) -> int:
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(f"node_group={name!r}: this host has no such group") from None
-
-
 def _groups(sock: socket.socket) -> tuple[int, ...]:
     """Supplementary groups of the process at the other end."""
     try:
@@ -319,41 +298,3 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
     except OSError:
         return ()  # more than fit; the primary group still counts
     return struct.unpack(f"{len(raw) // 4}I", raw)
-
-
-def _listen(address: str, path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
-        try:
-            listener.bind(address)
-        except OSError:
-            if not path or not _is_stale(path):
-                raise
-            _unlink(path)
-            listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise AlreadyRunning(f"a node already listens on {address!r}") from None
-        raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror}") from None
-    return listener
-
-
-def _is_stale(path: str) -> bool:
-    """A socket file whose owner was killed refuses connections."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

@@ -9,9 +9,9 @@ import pytest
 from ec_p2p.node import wiring
 from ec_p2p.node.address import attach_address
 from ec_p2p.node.client import Detached
+from ec_p2p.node.listening import AlreadyRunning
 from ec_p2p.node.messages import Landed
 from ec_p2p.node.service import Node
-from ec_p2p.node.sessions import AlreadyRunning
 from tests.engine.disks import Gate, Sick
 
 from .conftest import PATIENCE_S, until

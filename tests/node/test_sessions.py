@@ -90,3 +90,19 @@ def test_all_that_has_arrived_counts(listening, end):
     until(lambda: listening.gone or listening.sessions.on_ready(session.fd))
     assert listening.heard == list(range(said))
     assert listening.gone == [session]
+
+
+def test_a_node_that_leaves_has_heard_all_before_it_ends_any_session(listening, monkeypatch):
+    """A lease that ended with the first could make room for a window of the second, over what the first has leased."""
+    socks = [
+        hail(attach_address(listening.config), Attach(CLIENT_PROTOCOL_VERSION, "tool", f"t{i}", -1)) for i in (1, 2)
+    ]
+    until(lambda: listening.hear() or len(listening.sessions) == 2)
+    for token, sock in enumerate(socks):
+        sock.send(encode(Sync(token)))
+    heard_at_ends = []
+    monkeypatch.setattr(listening.sessions, "_on_closed", lambda session: heard_at_ends.append(sorted(listening.heard)))
+    listening.sessions.dismiss()
+    for sock in socks:
+        sock.close()
+    assert heard_at_ends == [[0, 1], [0, 1]]
