@@ -28,6 +28,8 @@ WINDOW = 8
 """Chunks that a peer may owe at any time."""
 _TURN = 8
 """Frames taken from a peer before somebody else gets a turn."""
+_HANDSHAKE_MS = 2_000
+"""Who takes longer to say who he is, on either side, is hung up on."""
 
 _LOST = (
     zmq.EVENT_CLOSED
@@ -49,7 +51,7 @@ def set_options(socket: zmq.Socket[bytes], hwm: int, max_frame: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     end_dead_connections(socket)
 

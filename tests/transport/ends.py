@@ -22,7 +22,7 @@ from pathlib import Path
 
 import zmq
 
-from ec_p2p.transport import Interconnect, open_transport
+from ec_p2p.transport import Interconnect, open_transport, zmq_reading
 from ec_p2p.transport.interface import Span, State
 
 MIB = 1 << 20
@@ -57,6 +57,8 @@ class End:
     """An arena, and a transport of its first slab. settings: of Interconnect."""
 
     def __init__(self, kind, name, slabs=1, **settings):
+        # The first READ from a peer would fail if it stood still while the connection is made.
+        zmq_reading._HANDSHAKE_MS = int(1000 * PATIENCE_S)
         self.memory = mmap.mmap(-1, ARENA)
         self.context = zmq.Context()
         self.transport = open_transport(
