@@ -95,6 +95,8 @@ class Fleet:
     """The command that becomes a vLLM API server."""
     caches: Path | None = None
     """Where vLLM keeps what it learns about models, which makes the next start seconds faster. None: with the run."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of ec-p2p, for every connector; `connector` is given those of a single one."""
     ec_port: int = field(default_factory=free_port)
     directory_pub_port: int = field(default_factory=free_port)
 
@@ -114,6 +116,7 @@ class Fleet:
                 "metrics_port": int(host.metrics_url.rpartition(":")[2]),
                 "directory_pub_port": self.directory_pub_port,
                 "log_file": str(self.run.folder / f"node-{host.label}.log"),
+                **self.settings,
                 **settings,
             },
         }

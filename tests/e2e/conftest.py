@@ -16,9 +16,11 @@ from chat import data_uri, picture
 from fleet import DemoFleet, Fleet, Server, start_demo_fleet
 from processes import Run
 
-from tests.e2e.rig import FORKED_SERVER, build_model
+from tests.e2e.rig import FORKED_SERVER, PATIENCE_S, build_model
 
 _HERE = Path(__file__).parent
+UNHURRIED = dict.fromkeys(("fetch_timeout_s", "read_timeout_s", "expect_s", "node_timeout_s"), PATIENCE_S / 2)
+"""What comes late on a busy machine is waited for, and nobody who lives is doubted."""
 _seeds = itertools.count(1000)
 
 
@@ -43,7 +45,7 @@ def model(lasting_run: Run) -> Path:
 @pytest.fixture(scope="package")
 def lasting_fleet(lasting_run: Run, model: Path) -> Fleet:
     """Starts further pieces that live as long as it."""
-    return Fleet(lasting_run, model, FORKED_SERVER, caches=lasting_run.tmp / "vllm")
+    return Fleet(lasting_run, model, FORKED_SERVER, caches=lasting_run.tmp / "vllm", settings=UNHURRIED)
 
 
 @pytest.fixture(scope="package")
@@ -64,7 +66,7 @@ def fleet(lasting_fleet: Fleet, plain: Server) -> DemoFleet:
 def own(tmp_path: Path, model: Path, lasting_fleet: Fleet, plain: Server) -> Iterator[Fleet]:
     """A fleet of the test's own, still empty."""
     with Run(tmp_path / "fleet") as run:
-        yield Fleet(run, model, FORKED_SERVER, caches=lasting_fleet.caches)
+        yield Fleet(run, model, FORKED_SERVER, caches=lasting_fleet.caches, settings=UNHURRIED)
 
 
 @pytest.fixture

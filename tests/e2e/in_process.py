@@ -1,8 +1,9 @@
 """Runs one vLLM engine inside this process and prints what it answered: `python in_process.py SETTINGS`.
 
-SETTINGS is JSON: "engine" (arguments of vllm.LLM), "sampling", and "batches": lists of prompts, each a list of image
-numbers, one batch after another. The last line of the output is JSON: "tokens" per prompt, and the "metrics" that count
-preemptions or are the connector's.
+SETTINGS is JSON: "engine" (arguments of vllm.LLM), "sampling", "batches": lists of prompts, each a list of image
+numbers, one batch after another; and "saves": how many outputs the node is to have told of as saved before the end,
+which is waited for with prompts of words alone. The last line of the output is JSON: "tokens" per prompt, and the
+"metrics" that count preemptions or are the connector's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR")
@@ -19,6 +21,9 @@ from PIL import Image
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig
+
+PATIENCE_S = 60.0
+SAVED = "vllm:ec_p2p_saves_total,saved"
 
 
 def picture(number: int) -> Image.Image:
@@ -51,7 +56,15 @@ def main(settings: dict[str, Any]) -> None:
         for batch in settings["batches"]
         for answer in llm.generate([prompt(numbers) for numbers in batch], sampling, use_tqdm=False)
     ]
-    metrics = {
+    deadline = time.monotonic() + PATIENCE_S
+    while counted().get(SAVED, 0) < settings["saves"] and time.monotonic() < deadline:
+        llm.generate("hello", sampling, use_tqdm=False)
+    print(json.dumps({"tokens": tokens, "metrics": counted()}))
+
+
+def counted() -> dict[str, float]:
+    """What this process has counted of preemptions and of the connector's by now."""
+    return {
         ",".join(
             [
                 sample.name,
@@ -62,7 +75,6 @@ def main(settings: dict[str, Any]) -> None:
         for sample in metric.samples
         if sample.name.endswith("_total") and ("ec_p2p" in sample.name or "preemptions" in sample.name)
     }
-    print(json.dumps({"tokens": tokens, "metrics": metrics}))
 
 
 if __name__ == "__main__":

@@ -133,13 +133,18 @@ def copied_directory(fleet: Fleet) -> Iterator[Replicates]:
 def until_known(fleet: Fleet, host: Host, hint: Mapping[str, Any]) -> None:
     """Wait until the node of `host` knows who has the entries that a producer's hint names. An answer of the producer
     may come before that: it saves, and its node advertises, behind its back."""
-    with copied_directory(fleet) as replica:
-        instances = [instance for node in replica.nodes() for instance in replica.instances(node.incarnation)]
-    (namespace,) = {instance.namespace for instance in instances if instance.namespace}
+    (namespace,) = until(lambda: namespaces(fleet) or None, "an instance to tell its namespace", PATIENCE_S)
     with looking_into(fleet, host) as client:
         for identifier in hint:
             identity = entry_identity(namespace, identifier)
             until(lambda known=identity: _advertised(client, known), f"{host.label} to know {identifier}", PATIENCE_S)
+
+
+def namespaces(fleet: Fleet) -> set[str]:
+    """Those that the fleet's directory has been told of."""
+    with copied_directory(fleet) as replica:
+        instances = [instance for node in replica.nodes() for instance in replica.instances(node.incarnation)]
+    return {instance.namespace for instance in instances if instance.namespace}
 
 
 def _advertised(client: NodeClient, identity: bytes) -> bool:

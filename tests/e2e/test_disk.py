@@ -25,10 +25,12 @@ def test_a_restarted_node_serves_other_hosts_from_its_disk(
 ) -> None:
     """The encoder's engine and its node are killed. A node alone comes back, with an empty arena and the old folder."""
     first, second = own.host("host1"), own.host("host2")
-    settings = {"namespace": "tests", "local_disk": str(tmp_path / "disk"), "grace_s": 120.0}
+    # Nodes that are dead are to be known as such soon.
+    common = {"namespace": "tests", "node_timeout_s": 4.0, "read_timeout_s": 2.0}
+    settings = {**common, "local_disk": str(tmp_path / "disk"), "grace_s": 120.0}
     connector = own.connector("ec_producer", first, **settings)
     producer = own.server("producer", first, connector)
-    consumer = own.server("consumer", second, own.connector("ec_consumer", second, namespace="tests"))
+    consumer = own.server("consumer", second, own.connector("ec_consumer", second, **common))
     own.wait_ready([producer, consumer])
     images = [fresh_image(), fresh_image(width=500)]
     hint = encode(producer.url, chat_body("encode", images))

@@ -46,8 +46,9 @@ class Pair:
         fleet.wait_ready([self.producer, self.consumer])
 
     def start(self, role: str, host: Host) -> Server:
-        # A node outlives its instances long enough for a test to start the next one.
-        settings = {"namespace": NAMESPACE, "grace_s": 120.0, "fetch_timeout_s": 5.0}
+        # A node outlives its instances long enough for a test to start the next one. A READ may take as long as a
+        # request waits.
+        settings = {"namespace": NAMESPACE, "grace_s": 120.0, "fetch_timeout_s": 5.0, "read_timeout_s": 5.0}
         name = f"{role}-{len(self.fleet.run.processes)}"
         return self.fleet.server(name, host, self.fleet.connector(role, host, **settings), env=DEV)
 
@@ -95,7 +96,7 @@ def test_an_item_is_still_there_after_the_producer_forgot_it(pair: Pair, plain: 
     and still fetchable. After the reset it may be encoded again, where the node's answer is too late for the step."""
     image, change = fresh_image(), Change(pair.producer)
     for _ in range(2):
-        encode(pair.producer.url, salted("again", image))
+        hint = encode(pair.producer.url, salted("again", image))
     for path in ("/reset_encoder_cache", "/reset_mm_cache"):
         assert post(pair.producer.url + path, {}).status == 200
     encode(pair.producer.url, salted("after the reset", image))
@@ -104,6 +105,7 @@ def test_an_item_is_still_there_after_the_producer_forgot_it(pair: Pair, plain: 
         "one encode, or two",
         timeout_s=PATIENCE_S,
     )
+    until_known(pair.fleet, pair.consumer_host, hint)
     change, body = Change(pair.consumer), salted("and fetched", image)
     same(ask(pair.consumer.url, body), plain, body)
     change.settles(encodes=0, landed_remote=1)
@@ -134,9 +136,8 @@ def test_pause_and_resume_complete(pair: Pair) -> None:
 
 def test_a_new_engine_beside_a_living_node_is_warm_at_once(pair: Pair, plain: Server, fresh_image: Image) -> None:
     image = fresh_image()
-    # With the hint, so that the entry is in the consumer's node whether or not its advert is faster than the request.
-    hint = encode(pair.producer.url, chat_body("encode", [image]))
-    ask(pair.consumer.url, salted("cold", image, ec_transfer_params=hint))
+    until_known(pair.fleet, pair.consumer_host, encode(pair.producer.url, chat_body("encode", [image])))
+    ask(pair.consumer.url, salted("cold", image))
     [node] = node_pids(pair.fleet.run, pair.consumer_host)
     pair.consumer.process.kill()
     pair.restart_consumer()
