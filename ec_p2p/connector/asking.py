@@ -23,6 +23,10 @@ GRACE_S = 1.0
 """The node keeps a want's deadline itself; this much later we stop believing that it lives."""
 RETRY_S = 0.1
 """Between two tries for an item without media that may yet turn up."""
+_PASSING = ("deadline", "no_memory")
+RECONSIDER_S = 1.0
+"""A no for one of these reasons that is older than this when it first matters to an item without media is outdated: the
+request has queued for other reasons meanwhile."""
 ON_ITS_WAY_S = 1.0
 """An output that is encoded now may not have reached the node for this long: a no to a check says nothing about it."""
 REMEMBERED = 65536
@@ -116,6 +120,23 @@ class Asking:
         if item.state is State.WANTED:
             self._set_deadline(item, self._clock())
 
+    def rewind(self, record: RequestRecord) -> None:
+        """The request starts over. What it still waits for it waits for as before; as a new one for what vLLM had."""
+        record.rewind()
+        for item in record.items.values():
+            if item.state is State.WANTED and not item.deadline:
+                self._set_deadline(item, self._clock())
+
+    def reconsider(self, items: Sequence[Item]) -> None:
+        """Have what was missing for a passing reason, a while ago, asked for once more, where nothing else is left."""
+        now = self._clock()
+        for item in items:
+            outdated = item.state is State.MISSING and now - item.missed_at > RECONSIDER_S
+            if outdated and item.reason in _PASSING and not (item.has_media or item.kept or item.reconsidered):
+                item.apply(Event.VOIDED)
+                item.reconsidered = True
+                item.deadline = 0.0
+
     def is_unanswered(self, want: int) -> bool:
         found = self._wants.get(want)
         return found is not None and found.unanswered > 0
@@ -123,8 +144,11 @@ class Asking:
     def expire(self, items: Sequence[Item]) -> None:
         """Give up on answers that are later than the node itself allows."""
         now = self._clock()
+        if not any(_is_overdue(item, now) for item in items):
+            return
+        self.hear()  # an engine that was paused has not looked: the answer may have come in time
         for item in items:
-            if item.state is State.WANTED and now >= item.deadline:
+            if _is_overdue(item, now):
                 self._silent = now - self._heard_at >= GRACE_S
                 self._missed(item, "node_silent")
 
@@ -149,6 +173,7 @@ class Asking:
             for identity in identities:
                 self._on_its_way.pop(identity, None)
                 self._on_its_way[identity] = now
+                self._held.pop(identity, None)  # the node had it not, and has not said yet what becomes of it
 
     def is_held(self, identity: bytes) -> bool:
         """Whether the node has told us that it holds this entry. It may have evicted it since."""
@@ -235,7 +260,7 @@ class Asking:
 
     def _missed(self, item: Item, reason: str) -> None:
         item.apply(Event.MISSED)
-        item.reason = reason
+        item.reason, item.missed_at = reason, self._clock()
         if reason in ("deadline", "failed") and not item.kept:
             self._counts.add("fetches", "failed", "remote")
 
@@ -342,6 +367,10 @@ class Asking:
     def _release(self, incarnation: bytes, lease: int) -> None:
         if incarnation == self._client.incarnation:
             self._client.release(lease)
+
+
+def _is_overdue(item: Item, now: float) -> bool:
+    return item.state is State.WANTED and now >= item.deadline
 
 
 def _loadable(landed: Landed) -> bool:

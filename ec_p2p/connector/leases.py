@@ -38,12 +38,13 @@ class Leases:
             del self._by_need[need]
 
     def serves(self, item: Item) -> bool:
-        return _need(item) in self._by_need
+        return self.best(item) is not None
 
     def best(self, item: Item) -> Lease | None:
-        """One that serves the item: its own, else another request's."""
+        """One that serves the item: its own, else another request's. Who can encode takes none from who cannot."""
         leases = self._by_need.get(_need(item), [])
-        return self.own(item) or (leases[0] if leases else None)
+        others = (lease for lease in leases if lease.item.has_media or not item.has_media)
+        return self.own(item) or next(others, None)
 
     def own(self, item: Item) -> Lease | None:
         return next((lease for lease in self._by_need.get(_need(item), ()) if lease.item is item), None)

@@ -62,6 +62,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.LEASED, Event.ALLOCATED): State.ALLOCATED,
     (State.LEASED, Event.REWOUND): State.LEASED,
     (State.MISSING, Event.FOUND): State.RESIDENT,
+    (State.MISSING, Event.VOIDED): State.UNASKED,
     (State.MISSING, Event.ALLOCATED): State.ALLOCATED,
     (State.MISSING, Event.REWOUND): State.UNASKED,
     # What vLLM has gets a spare lease where possible: vLLM may reset its cache, and tells nobody.
@@ -94,9 +95,11 @@ class Item:
         "identifier",
         "identity",
         "kept",
+        "missed_at",
         "needed",
         "placed",
         "reason",
+        "reconsidered",
         "retry_at",
         "rows",
         "shareable",
@@ -119,6 +122,10 @@ class Item:
         self.state = State.UNASKED
         self.reason = ""
         """Why it is MISSING."""
+        self.missed_at = 0.0
+        """Since when it is."""
+        self.reconsidered = False
+        """An answer that had become old has been asked for anew."""
         self.placed = False
         """vLLM has made room for it for this request."""
         self.kept = False
@@ -139,7 +146,8 @@ class Item:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise ValueError(f"{event.name} is impossible for an item that is {self.state.name}") from None
-        if event in (Event.LANDED, Event.ALLOCATED, Event.FREED, Event.REWOUND):
+        still_asked = event is Event.REWOUND and self.state is State.WANTED and not self.kept
+        if event in (Event.LANDED, Event.ALLOCATED, Event.FREED, Event.REWOUND) and not still_asked:
             self.deadline = 0.0
         if event is Event.ALLOCATED:
             self.placed = self.kept = True
@@ -160,9 +168,10 @@ class Item:
         """The prompt's position after its last occurrence."""
         return max(end for _, end in self.spans)
 
-    def is_begun(self, computed: int) -> bool:
-        """Whether one of its occurrences is computed in part: vLLM keeps it for that one."""
-        return any(begin < computed < end for begin, end in self.spans)
+    def is_begun(self, computed: int, lookahead: int = 0) -> bool:
+        """Whether one of its occurrences is computed in part, or about to be, by a drafter that sees `lookahead` tokens
+        further: vLLM keeps it for that one."""
+        return any(begin < computed + lookahead and computed < end for begin, end in self.spans)
 
 
 class RequestRecord:

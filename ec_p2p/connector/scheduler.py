@@ -29,7 +29,8 @@ Params = dict[str, Any]
 
 
 class SchedulerSide:
-    """Scheduler hooks of an instance that shares. `identity_of` maps an identifier to its 32-byte identity."""
+    """Scheduler hooks of an instance that shares. `identity_of` maps an identifier to its 32-byte identity; `lookahead`
+    is the number of tokens that vLLM makes room for items ahead of time, for its drafter."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class SchedulerSide:
         fetches: bool,
         readers: int,
         shares_lora: bool = True,
+        lookahead: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -53,6 +55,7 @@ class SchedulerSide:
         self._saves = saves
         self._fetches = fetches
         self._shares_lora = shares_lora
+        self._lookahead = lookahead
         self._clock = clock
         self._asking = Asking(client, config, counts, readers=readers, fetches=fetches, clock=clock)
         self._records: dict[str, RequestRecord] = {}
@@ -60,6 +63,10 @@ class SchedulerSide:
         """The request that vLLM is scheduling: has_cache_item is not told."""
         self._resident: set[str] = set()
         """Mirror of vLLM's encoder cache. It may be stale: vLLM does not tell us when it resets its cache."""
+        self._allocated: set[str] = set()
+        """What vLLM has made room for in this step."""
+        self._contradicted = False
+        """The mirror had some of that already."""
         self._unavailable: set[str] = set()
         self._step = ECP2PMetadata()
         self._wait_left = config.inline_wait_s
@@ -75,6 +82,8 @@ class SchedulerSide:
             record = self._records.get(request.request_id)
             if record is not None and record.admitted:
                 self._leave(record)
+            elif record is not None and record.wants:
+                self._asking.forget(record)  # a prefix cache has overtaken what it waited for
             return True
         record = self._record(request)
         if record.contradiction is not None and not record.failed:
@@ -82,7 +91,7 @@ class SchedulerSide:
         if record.failed:
             return False
         if request.num_preemptions != record.preemptions or num_computed_tokens < record.computed:
-            record.rewind()
+            self._asking.rewind(record)
         record.preemptions = request.num_preemptions
         record.computed = num_computed_tokens
         needed = record.beyond(num_computed_tokens)
@@ -92,6 +101,7 @@ class SchedulerSide:
             else:
                 self._asking.release(item)
         self._current = record
+        self._asking.reconsider(needed)
         self._settle(record, needed)
         lost = next((item for item in needed if item.state is State.MISSING and not _harmless(item)), None)
         if lost is not None:
@@ -116,16 +126,16 @@ class SchedulerSide:
             self._encode(item)
             self._count_lookup(item, "missing")
         item.apply(Event.ALLOCATED)
-        if item.identifier in self._resident:
-            # vLLM has just made room for what we thought it had: its cache was reset, so nothing of the mirror holds.
-            self._resident.clear()
+        # vLLM has made room for what we thought it had: it has just evicted that, or reset its cache.
+        self._contradicted |= item.identifier in self._resident
         self._resident.add(item.identifier)
+        self._allocated.add(item.identifier)
 
     def update_state_after_free(self, request: Any, index: int) -> None:
         """vLLM has given up the request's hold on an item, unless an occurrence that has begun needs it still."""
         record = self._records.get(request.request_id)
         item = record.items.get(request.mm_features[index].identifier) if record else None
-        if item is not None and item.kept and not item.is_begun(request.num_computed_tokens):
+        if item is not None and item.kept and not item.is_begun(request.num_computed_tokens, self._lookahead):
             self._asking.freed(item)
 
     def take_unavailable_requests(self) -> set[str]:
@@ -141,7 +151,13 @@ class SchedulerSide:
 
     def end_step(self, scheduler_output: Any) -> ECP2PMetadata:
         """What the workers have to do in this step. A promised load is never dropped."""
-        self._resident.difference_update(scheduler_output.free_encoder_mm_hashes)
+        freed = scheduler_output.free_encoder_mm_hashes
+        if self._contradicted and not freed:
+            # A full cache that evicts and takes back one thing evicts others. One that was reset has room.
+            self._resident = set(self._allocated)
+        self._resident.difference_update(freed)
+        self._contradicted = False
+        self._allocated.clear()
         self._idle = scheduler_output.total_num_scheduled_tokens == 0
         self._wait_left = self._config.inline_wait_s
         if self._idle and self._fetches:

@@ -336,13 +336,13 @@ def test_a_spare_lease_is_asked_for_again_until_there_is_one(harness, node, cloc
 
 
 def test_a_lease_taken_by_another_request_is_asked_for_again(harness, node):
-    h, first, second = harness(), request("a"), request(only_metadata("a"))
+    h, first, second = harness(), request("a"), request("a")
     assert h.ensure(first)
     node.holds = {"a": 10}
     assert h.ensure(second)
     assert h.ensure(first)
     h.side.update_state_after_alloc(first, 0)
-    h.end()
+    h.end(freed=["a"])
     node.slow = {"a"}
     assert not h.ensure(second)
     node.land("a")
