@@ -215,7 +215,7 @@ class ECP2PConnector(ECConnectorBase):  # type: ignore[misc]
             saves=self.is_producer,
             fetches=self.is_consumer,
             readers=readers_of(vllm_config),
-            lookahead=vllm_config.num_prefill_lookahead_tokens,
+            lookahead=getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
             shares_lora=not (lora and getattr(lora, "enable_tower_connector_lora", False)),
         )
 

@@ -24,6 +24,16 @@ from ec_p2p.node.address import spawn_lock_address
 logger = logging.getLogger(__name__)
 
 _STDIN = "/dev/stdin"
+_locks: set[socket.socket] = set()
+"""That this process holds. A fork without exec has them too, and would keep them for all its life."""
+
+
+def _drop_locks() -> None:
+    while _locks:
+        _locks.pop().close()
+
+
+os.register_at_fork(after_in_child=_drop_locks)
 
 
 def node_command(config: Config) -> list[str]:
@@ -75,6 +85,7 @@ class Spawning:
         except OSError:
             lock.close()
             return None
+        _locks.add(lock)
         try:
             with keys_for(config) as keys:
                 process = subprocess.Popen(
@@ -87,7 +98,7 @@ class Spawning:
                 )
         except OSError as error:
             logger.warning("cannot start the host's node: %s", error)
-            lock.close()
+            _unlock(lock)
             return None
         return cls(lock, process)
 
@@ -97,9 +108,14 @@ class Spawning:
 
     def close(self) -> None:
         """Let others try, and have the launcher reaped. Never waits: a scheduler may be in the middle of a step."""
-        self._lock.close()
+        _unlock(self._lock)
         if self._process.poll() is None:
             threading.Thread(target=_reap, args=(self._process,), name="ec-p2p-reaper", daemon=True).start()
+
+
+def _unlock(lock: socket.socket) -> None:
+    _locks.discard(lock)
+    lock.close()
 
 
 def _reap(launcher: subprocess.Popen[bytes]) -> None:

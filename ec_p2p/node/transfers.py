@@ -186,6 +186,8 @@ class Transfers(Generic[Owner]):
             self._poll(transfer, now)
         while (peer := self._next_holder()) is not None:  # what breaks at once may be added again, for another holder
             self._post(self._take_batch(peer), now)
+        if self._added and not self._in_flight:
+            self._give_up_behind(None, now)  # quarantine alone has reached the bound, which may have become smaller
 
     def settle(self) -> None:
         """Free what the library is done with by now."""
@@ -303,8 +305,8 @@ class Transfers(Generic[Owner]):
             self._counters.add("quarantined", len(held.extents))
             self._quarantine.append(held)
 
-    def _give_up_behind(self, late: bytes, now: float) -> None:
-        """What waits behind a late READ would wait as long, and is not to be read from a holder that is stuck now."""
+    def _give_up_behind(self, late: bytes | None, now: float) -> None:
+        """What waits behind a late READ would wait as long, and nothing may be read from a holder that is stuck now."""
         for peer in [peer for peer in self._added if peer == late or self.stuck(peer)]:
             self._transfer(peer, self._added.pop(peer)).end = _End.STUCK
 

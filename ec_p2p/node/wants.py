@@ -63,6 +63,8 @@ _FETCHES = 2
 """How many fetches of an item may fail: the holders that the first tried may be outdated. One, if those who are left
 would be waited for as long again."""
 
+_OUT_OF_TIME = ("deadline", "no_memory")
+
 
 class Wants:
     """All unanswered wants of one node. Used by the node's loop only. `on_used(entry)`: somebody needs it again."""
@@ -182,7 +184,7 @@ class Wants:
                     waiting.looked.discard(index)  # a holder may have written it there since the look before the fetch
                 self._try(waiting, index, now)
             else:
-                self._answers.missing(waiting, index, reason)
+                self._end_or_try(waiting, index, reason, now)
             self._retire(waiting)
 
     def not_staged(self, identity: bytes, reason: str, now: float) -> None:
@@ -191,7 +193,7 @@ class Wants:
             if reason in ("unreadable", "late"):
                 self._try(waiting, index, now)
             else:
-                self._answers.missing(waiting, index, reason)
+                self._end_or_try(waiting, index, reason, now)
             self._retire(waiting)
 
     def tick(self, now: float) -> None:
@@ -290,6 +292,14 @@ class Wants:
             holders = self._seek(waiting, index, self._sources.holders(identity), now)
             if holders:
                 self._fetches.start({identity: holders}, now, waiting.deadline)
+
+    def _end_or_try(self, waiting: Waiting, index: int, reason: str, now: float) -> None:
+        """A fetch or staging has ended for good. One that was out of time was so for those who had joined it: who waits
+        for something else, an encode for one, has other ways left."""
+        if reason in _OUT_OF_TIME and now < waiting.deadline:
+            self._try(waiting, index, now)
+        else:
+            self._answers.missing(waiting, index, reason)
 
     def _seek(self, waiting: Waiting, index: int, holders: list[Holder], now: float) -> list[Holder]:
         """Have the item brought, or wait for whoever makes it, or answer that there is no way. Returns those of the

@@ -32,7 +32,6 @@ def vllm_config(ec_role="ec_both", cache_gb=4.0, **extra):
             is_encoder_decoder=False, multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False),
-        num_prefill_lookahead_tokens=0,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, prefill_context_parallel_size=1, local_world_size=1, data_parallel_index=0
         ),

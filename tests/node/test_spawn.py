@@ -40,3 +40,28 @@ def test_an_attempt_that_is_given_up_waits_for_nothing_and_lets_others_try(monke
     finally:
         launcher.kill()
     until(lambda: launcher.returncode is not None, "it to be reaped")
+
+
+def test_a_child_of_who_starts_the_node_does_not_keep_others_from_starting_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork has every descriptor, and may live as long as the host."""
+    monkeypatch.setattr(spawn, "node_command", lambda config: [sys.executable, "-c", "pass"])
+    config = make_config({"node_name": f"forked-{os.getpid()}"})
+    attempt = Spawning.begin(config)
+    assert attempt is not None
+    heard, told = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(told)
+        os.read(heard, 1)  # until the parent is done
+        os._exit(0)
+    os.close(heard)
+    try:
+        assert not takes_lock(config)
+        attempt.close()
+        until(lambda: takes_lock(config), "the lock to be free, although the child lives")
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.close(told)
+        os.waitpid(child, 0)

@@ -28,6 +28,7 @@ class Bench:
 
     def __init__(self, rig, quarantine_bytes=1 << 30):
         self.rig = rig
+        self.quarantine_bytes = quarantine_bytes
         self.ended = []
         self.raises = 0
         self.transfers = Transfers(
@@ -36,7 +37,7 @@ class Bench:
             Rates(),
             Tally(),
             2.0,
-            lambda: quarantine_bytes,
+            lambda: self.quarantine_bytes,
             self.arrived,
             lambda *ending: self.ended.append(ending),
         )
@@ -256,6 +257,23 @@ def test_with_too_much_in_quarantine_nobody_is_read_from(bench):
     bench.transfers.turn(0.0)
     all_hang(bench)
     assert bench.transfers.stuck(OTHER)
+
+
+def test_what_was_added_before_the_bound_became_smaller_is_told_at_once(bench):
+    """The arena counts less once a slab of it is refused; only a READ that is late would tell otherwise, and there is
+    none."""
+    bench.rig.wire.state = State.POSTED
+    bench.add("a")
+    bench.transfers.turn(0.0)
+    all_hang(bench)
+    bench.ended.clear()
+    bench.add("b", peer=OTHER)
+    bench.quarantine_bytes = 4096
+    bench.transfers.turn(10.0)
+    assert bench.transfers.waiting
+    bench.transfers.turn(10.0)
+    assert bench.endings() == [("b", "stuck")]
+    assert not len(bench.transfers)
 
 
 @pytest.mark.parametrize("nbytes", [64, 3 << 10])

@@ -35,10 +35,10 @@ class Answering(WantingRig):
         self.said = []
         self.serve(NoDevices(), lambda session, message: self.said.append((session.sid, message)))
 
-    def want(self, *identities, sid=1, want=1, expect_ms=0):
+    def want(self, *identities, sid=1, want=1, wait_ms=60_000, expect_ms=0, local_only=False):
         session = SimpleNamespace(sid=sid, attach=SimpleNamespace(instance=f"i{sid}", kind="tool"))
         items = [WantItem(identity, 0) for identity in identities]
-        self.wants.start(session, Want(want, items, 0, 60_000, expect_ms, False), self.now)
+        self.wants.start(session, Want(want, items, 0, wait_ms, expect_ms, local_only), self.now)
 
     def answers(self):
         return [(sid, message) for sid, message in self.said if not isinstance(message, Pending)]
@@ -344,3 +344,20 @@ def test_what_is_answered_at_once_is_not_said_to_be_pending(rig):
     rig.wants.turn(0.0)
     rig.wants.turn(0.0)
     assert [type(message) for _, message in rig.said[1:]] == [Pending]
+
+
+def test_who_waits_for_an_encode_here_is_not_out_of_time_with_a_fetch_of_others(rig):
+    rig.disk.let()
+    rig.encoding.add(A)
+    rig.want(A, sid=1, local_only=True)
+    rig.holders_of[A] = [holder(1, advert())]
+    rig.wire.state = State.POSTED
+    rig.want(A, sid=2, wait_ms=100)
+    rig.until(lambda: rig.wire.readings, now=rig.now)
+    rig.wire.readings[-1].state = State.FAILED
+    rig.now += 1.0
+    [(sid, answer)] = rig.until_answered()
+    assert (sid, answer.reason) == (2, "deadline")
+    rig.memory.publish(rig.memory.reserve(128), A, 128, 1, 64, "bfloat16")
+    rig.wants.changed(A, rig.now)
+    assert [(sid, type(message)) for sid, message in rig.answers()] == [(2, Missing), (1, Landed)]
