@@ -130,7 +130,8 @@ def test_a_node_is_warm_after_a_restart(zmq_fleet, folder):
 
 
 def test_another_host_reads_what_only_the_disk_of_a_restarted_node_holds(fleet, folder):
-    node, other = fleet.node("a", local_disk=str(folder)), fleet.node("b")
+    # The reader gives up on the first life soon, and is asked again.
+    node, other = fleet.node("a", local_disk=str(folder)), fleet.node("b", read_timeout_s=3.0)
     client = fleet.client(node)
     client.store(A, payload(1))
     client.has_written(1)

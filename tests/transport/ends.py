@@ -149,7 +149,10 @@ def stop_process(pid):
 
 
 def _thread_states(pid):
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    stats = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            stats.append(path.read_text())
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
