@@ -1,8 +1,8 @@
 """Clients of a node: attaching, knowing that they live, talking to them.
 
-Owns the attached Unix sockets, on which everything travels, one message a datagram. It must
-never know what a message means: `clients` does. A session ends when its socket closes, which the kernel does for
-every kind of death, when its process has ended, or with the node; in each case after all that had arrived by then.
+Owns the attached Unix sockets, on which everything travels, one message a datagram. It must never know what a message
+means: `clients` does. A session ends when its socket closes, which the kernel does for every kind of death, when its
+process has ended, or with the node; in each case after all that had arrived by then.
 """
 
 from __future__ import annotations

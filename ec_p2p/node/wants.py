@@ -62,7 +62,6 @@ class Sources(Protocol):
 _FETCHES = 2
 """How many fetches of an item may fail: the holders that the first tried may be outdated. One, if those who are left
 would be waited for as long again."""
-
 _OUT_OF_TIME = ("deadline", "no_memory")
 
 
