@@ -65,7 +65,7 @@ class Indexer:
         while self._dealer.poll(0):
             tag, *fields = msgpack.unpackb(self._dealer.recv())
             if tag == "welcome":
-                version, _, pub_port = fields
+                version, _, pub_port, *_ = fields
                 assert version == VERSION
                 if not self._subscribed:
                     self._subscribed = True
