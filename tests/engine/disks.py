@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +23,7 @@ from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.generation import itemsize
+from ec_p2p.engine.scan import Scanner
 
 FILE = HEADER_BYTES + 2048
 """Bytes of the file of an entry of the usual size."""
@@ -104,6 +107,21 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.002)
+
+
+@contextmanager
+def scanned() -> Iterator[None]:
+    """A disk tier is made within; at the end its first scan is over. It sees nothing of what others do after that, not
+    even where it has just removed a file."""
+    scan, over = Scanner._scan, threading.Event()
+
+    def scan_and_tell(scanner: Scanner) -> None:
+        scan(scanner)
+        over.set()
+
+    with patch.object(Scanner, "_scan", scan_and_tell):
+        yield
+        assert over.wait(60)
 
 
 def in_wait(thread: threading.Thread, function: str) -> bool:

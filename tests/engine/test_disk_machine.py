@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ec_p2p.engine.disk import LAYOUT, LocalDiskBackend
 from ec_p2p.engine.filed import HEADER_BYTES, Filed
-from ec_p2p.engine.scan import Scanner
-from tests.engine.disks import Memory, content, count, file_of, files_in, gauge, identity, put, read, until
+from tests.engine.disks import Memory, content, count, file_of, files_in, gauge, identity, put, read, scanned, until
 
 NUMBERS = st.integers(0, 6)
 ROWS = st.integers(0, 8)
@@ -45,16 +42,8 @@ class DiskMachine(RuleBasedStateMachine):
     def start(self, capacity: int) -> None:
         self.capacity = capacity
         self.told: dict[int, int] = {}
-        scan, ended = Scanner._scan, threading.Event()
-
-        def scan_and_tell(scanner: Scanner) -> None:
-            scan(scanner)
-            ended.set()
-
-        with patch.object(Scanner, "_scan", scan_and_tell):
+        with scanned():
             self.disk = LocalDiskBackend(str(self.folder), capacity, on_filed=self.on_filed, on_lost=self.on_lost)
-            # What others do from here on, the scan does not see: not in place of what it has just removed, either.
-            assert ended.wait(60)
 
     def teardown(self) -> None:
         if hasattr(self, "disk"):

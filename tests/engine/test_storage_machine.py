@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from ec_p2p.engine.filed import HEADER_BYTES, Filed, path_of, write_file
 from ec_p2p.engine.files import Files
 from ec_p2p.engine.views import tensor_view
 from ec_p2p.identity import entry_identity
-from tests.engine.disks import Sick, gauge, until
+from tests.engine.disks import gauge, scanned, until
 from tests.engine.entries import DIM, DTYPE, ROW_BYTES, bytes_in, embedding, same
 from tests.engine.tiers import entries_of
 
@@ -76,22 +75,19 @@ class Side:
         self.pins: list[Pin] = []
         self.in_memory: set[str] = set()
         self.on_disk: set[str] = set()
-        walked = threading.Event()
-        spy = Sick(lambda name, args: walked.set() if name == "listdir" and args[0].endswith("/damaged") else None)
-        self.storage = StorageManager(
-            **options,
-            slab_size=SLAB,
-            local_disk=str(folder),
-            on_stored=self._stored,
-            on_evicted=self._evicted,
-            on_filed=self._filed,
-            on_lost=self._lost,
-            files=spy,
-        )
+        with scanned():
+            self.storage = StorageManager(
+                **options,
+                slab_size=SLAB,
+                local_disk=str(folder),
+                on_stored=self._stored,
+                on_evicted=self._evicted,
+                on_filed=self._filed,
+                on_lost=self._lost,
+            )
         assert self.storage.disk is not None
         self.disk = self.storage.disk
         self.engine = ECCacheEngine("m", DTYPE, namespace="n", storage_manager=self.storage)
-        assert walked.wait(30)  # what others do from here on, the scan does not see
         until(lambda: self._knows(folder))
 
     def _knows(self, folder: Path) -> bool:
