@@ -226,7 +226,8 @@ class Announcing:
         self.refused = ""
         self._epoch = message.epoch
         self._seq = self._asked = 0
-        self._read = float("inf") if message.seq is None else 0
+        self._read = 0
+        self._note_read(message.seq)
         self._pending = dict(self._entries)
         self._instances_pending = bool(self._instances)
         self._next_heartbeat = now + self._heartbeat_s

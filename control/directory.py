@@ -16,7 +16,6 @@ from collections.abc import Container
 from contextlib import ExitStack
 from types import TracebackType
 
-import msgspec
 import zmq
 
 from ec_p2p.control.codec import BadFrame, decode, encode
@@ -94,7 +93,6 @@ class Directory:
             self._resources = resources.pop_all()
         self._snapshots = Snapshots(self._router, self.epoch)
         self._publications = Publications(self._pub, self.epoch, heartbeat_s)
-        self._welcome = Welcome(PROTOCOL_VERSION, self.epoch, self.pub_port, 0)
 
     def _listen(self, resources: ExitStack, context: Context | None, bind: str, pub_port: int) -> None:
         """Make what has to be closed, each with its place in `resources`, which closes it in the opposite order."""
@@ -262,7 +260,7 @@ class Directory:
             self._reply(route, encode(Refused(reason)))
             return
         if isinstance(message, SnapshotRequest):
-            self._reply(route, encode(self._welcome))
+            self._welcome(route)
             self._snapshots.ask(route, message.token)
             return
         if isinstance(message, Hello | Goodbye) and self._security and not self._state.may_say(message, key):
@@ -276,9 +274,12 @@ class Directory:
             return
         self._publications.add(events)
         if isinstance(message, Hello):
-            self._reply(route, encode(self._welcome))
+            self._welcome(route)
         elif isinstance(message, Heartbeat):
-            self._reply(route, encode(msgspec.structs.replace(self._welcome, seq=message.seq)))
+            self._welcome(route, message.seq)
+
+    def _welcome(self, route: bytes, seq: int = 0) -> None:
+        self._reply(route, encode(Welcome(PROTOCOL_VERSION, self.epoch, self.pub_port, seq)))
 
     def _reply(self, route: bytes, frame: bytes) -> None:
         if not send_now(self._router, route, frame):

@@ -16,17 +16,16 @@ from ec_p2p.connector.counts import Counts
 from ec_p2p.connector.leases import Lease, Leases
 from ec_p2p.connector.request_state import Event, Item, RequestRecord, State
 from ec_p2p.node.client import Detached, NodeClient
-from ec_p2p.node.messages import FromNode, Landed, Missing, Saved, SaveSkipped, WantItem
+from ec_p2p.node.messages import OUT_OF_TIME, FromNode, Landed, Missing, Saved, SaveSkipped, WantItem
 from ec_p2p.node.tensors import Place
 
 GRACE_S = 1.0
 """The node keeps a want's deadline itself; this much later we stop believing that it lives."""
 RETRY_S = 0.1
 """Between two tries for an item without media that may yet turn up."""
-_PASSING = ("deadline", "no_memory")
 RECONSIDER_S = 1.0
-"""A no for one of these reasons that is older than this when it first matters to an item without media is outdated: the
-request has queued for other reasons meanwhile."""
+"""A no for want of time or memory that is older than this when it first matters to an item without media is outdated:
+the request has queued for other reasons meanwhile."""
 ON_ITS_WAY_S = 1.0
 """An output that is encoded now may not have reached the node for this long: a no to a check says nothing about it."""
 REMEMBERED = 65536
@@ -132,7 +131,7 @@ class Asking:
         now = self._clock()
         for item in items:
             outdated = item.state is State.MISSING and now - item.missed_at > RECONSIDER_S
-            if outdated and item.reason in _PASSING and not (item.has_media or item.kept or item.reconsidered):
+            if outdated and item.reason in OUT_OF_TIME and not (item.has_media or item.kept or item.reconsidered):
                 item.apply(Event.VOIDED)
                 item.reconsidered = True
                 item.deadline = 0.0

@@ -72,17 +72,16 @@ def _listen(address: str) -> socket.socket:
 def _lock(path: str) -> int:
     """The descriptor whose life is the lock's."""
     name = f"{path}.lock"
-    try:
-        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {path!r}: {name!r}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
+    with contextlib.ExitStack() as resources:
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            resources.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise AlreadyRunning(f"a node already listens on {path!r}") from None
-        raise OSError(error.errno, f"cannot listen on {path!r}: {name!r}: {error.strerror}") from None
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {path!r}: {name!r}: {error.strerror}") from None
+        resources.pop_all()
     return lock
 
 

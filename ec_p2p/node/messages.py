@@ -236,6 +236,9 @@ MISSING_REASONS = (
     "encode_is_cheaper",  # as far as was measured, and the instance can encode it
 )
 
+OUT_OF_TIME = ("deadline", "no_memory")
+"""Those of them that may be otherwise a moment later."""
+
 
 class Pending(msgspec.Struct, frozen=True, array_like=True, tag="pending"):
     want: int

@@ -32,7 +32,7 @@ from ec_p2p.node.device_reads import DeviceRead, DeviceReads
 from ec_p2p.node.fetch import Fetches, Holder
 from ec_p2p.node.fetch_policy import FetchPolicy
 from ec_p2p.node.leases import Leases
-from ec_p2p.node.messages import FromNode, Pending, Want
+from ec_p2p.node.messages import OUT_OF_TIME, FromNode, Pending, Want
 from ec_p2p.node.sessions import Session
 from ec_p2p.node.staging import Staging
 from ec_p2p.node.waiting import Waiting, waiting_for
@@ -62,7 +62,6 @@ class Sources(Protocol):
 _FETCHES = 2
 """How many fetches of an item may fail: the holders that the first tried may be outdated. One, if those who are left
 would be waited for as long again."""
-_OUT_OF_TIME = ("deadline", "no_memory")
 
 
 class Wants:
@@ -295,7 +294,7 @@ class Wants:
     def _end_or_try(self, waiting: Waiting, index: int, reason: str, now: float) -> None:
         """A fetch or staging has ended for good. One that was out of time was so for those who had joined it: who waits
         for something else, an encode for one, has other ways left."""
-        if reason in _OUT_OF_TIME and now < waiting.deadline:
+        if reason in OUT_OF_TIME and now < waiting.deadline:
             self._try(waiting, index, now)
         else:
             self._answers.missing(waiting, index, reason)

@@ -12,7 +12,7 @@ import pytest
 from ec_p2p.cli import words
 from ec_p2p.cli.ls import as_text
 from ec_p2p.control.directory import Directory
-from ec_p2p.control.messages import PROTOCOL_VERSION, EntryState, InstanceInfo, NodeInfo, Welcome
+from ec_p2p.control.messages import EntryState, InstanceInfo, NodeInfo
 from ec_p2p.keys import new_key_file, security_of
 from ec_p2p.node.client import NodeClient
 from ec_p2p.wire.curve import key_text
@@ -125,7 +125,7 @@ def test_a_node_is_listed_once_however_many_directories_know_it(announced: Annou
 
 def test_a_publishing_port_that_is_closed_is_told_from_a_directory_that_is_not_there(announced: Announced) -> None:
     """As behind a firewall that lets only the first port through."""
-    announced.directory._welcome = Welcome(PROTOCOL_VERSION, announced.directory.epoch, 9, 0)
+    announced.directory.pub_port = 9
     expected = f"ec-p2p ls: what {announced.endpoint} publishes did not arrive within 2 s: is that port open?\n"
 
     def told() -> bool:
